@@ -1,0 +1,151 @@
+"""What megatron-core 0.19 cannot do without a GPU, Transformer Engine or Apex, and how each gap is closed.
+
+:data:`GAPS` is the list: a name, the file of Megatron, the reason and the function that closes it. Imports Megatron,
+so :func:`megatron_fcp.testing.cpu_torch.fake_cuda` must have run before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["GAPS", "Gap", "close_gaps", "zigzag_indices"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """One thing that Megatron cannot do on this platform by itself.
+
+    Attributes
+    ----------
+    name : str
+        Short name of the gap.
+    where : str
+        File of Megatron that has it.
+    why : str
+        What goes wrong, and with which part of a training run.
+    close : callable
+        Closes the gap in this process.
+    """
+
+    name: str
+    where: str
+    why: str
+    close: Callable[[], None]
+
+
+def zigzag_indices(cu_seqlens: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Token indices of one context-parallel rank when every document is cut into ``2 * cp_size`` zig-zag chunks.
+
+    Does what ``transformer_engine_torch.thd_get_partitioned_indices`` does, in plain torch.
+
+    Parameters
+    ----------
+    cu_seqlens : torch.Tensor
+        Document offsets, ``[num_documents + 1]``; each length is a multiple of ``2 * cp_size``.
+    total_tokens : int
+        Length of the packed stream.
+    cp_size, cp_rank : int
+        Size of the context-parallel group and rank in it.
+
+    Returns
+    -------
+    torch.Tensor
+        int32 indices into the stream, ``[total_tokens // cp_size]``.
+    """
+    offsets = cu_seqlens.tolist()
+    chunks = []
+    for start, end in zip(offsets[:-1], offsets[1:], strict=True):
+        size, rest = divmod(end - start, 2 * cp_size)
+        if rest:
+            raise ValueError(
+                f"document of {end - start} tokens is not divisible by 2 * context-parallel size = {2 * cp_size}; "
+                "pad documents to that multiple"
+            )
+        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            chunks.append(torch.arange(start + chunk * size, start + (chunk + 1) * size, dtype=torch.int32))
+    index = torch.cat(chunks) if chunks else torch.zeros(0, dtype=torch.int32)
+    assert index.numel() * cp_size == total_tokens, (index.numel(), cp_size, total_tokens)
+    return index
+
+
+def _keep_built_dataset_helper() -> None:
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        return
+    from megatron.core.datasets import utils
+
+    utils.compile_helpers = lambda: None
+
+
+def _allow_sequence_parallel_norm() -> None:
+    from megatron.core.transformer import torch_norm
+
+    kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+
+    def new(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
+        assert not config.layernorm_zero_centered_gamma, "zero_centered_gamma needs Transformer Engine or Apex"
+        assert not config.persist_layer_norm, "persist_layer_norm needs Apex; pass --no-persist-layer-norm"
+        norm = kinds[config.normalization](normalized_shape=hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            # finalize_model_grads sums the gradients of parameters with this mark over the tensor-parallel group.
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    torch_norm.WrappedTorchNorm.__new__ = new
+
+
+def _treat_cpu_tensors_as_device_tensors() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def _supply_zigzag_indices() -> None:
+    from megatron.core import utils
+
+    if utils.tex is None:
+        utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=zigzag_indices)
+
+
+GAPS: tuple[Gap, ...] = (
+    Gap(
+        "built dataset helper",
+        "megatron/core/datasets/utils.py compile_helpers",
+        "the wheel ships helpers_cpp built but no Makefile, and compile_helpers() runs make: every start would exit",
+        _keep_built_dataset_helper,
+    ),
+    Gap(
+        "norm under sequence parallel",
+        "megatron/core/transformer/torch_norm.py WrappedTorchNorm",
+        "without Transformer Engine and Apex the norm is torch's own, which is refused under --sequence-parallel only "
+        "because nobody marks its weights for the gradient all-reduce; here they are marked",
+        _allow_sequence_parallel_norm,
+    ),
+    Gap(
+        "counts on the host",
+        "megatron/core/transformer/moe/moe_utils.py maybe_move_tensor_to_cpu",
+        "the all-to-all dispatcher turns token counts into numpy only when the tensor is_cuda",
+        _treat_cpu_tensors_as_device_tensors,
+    ),
+    Gap(
+        "zig-zag indices",
+        "megatron/core/utils.py _get_batch_on_this_cp_rank_per_document_balancing",
+        "packed batches under context parallelism ask Transformer Engine for the indices of a rank's chunks",
+        _supply_zigzag_indices,
+    ),
+)
+
+
+def close_gaps() -> None:
+    """Close every gap of :data:`GAPS` in this process."""
+    for gap in GAPS:
+        gap.close()
