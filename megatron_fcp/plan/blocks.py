@@ -1,0 +1,191 @@
+"""The packed stream cut into blocks, and what each block holds.
+
+::
+
+    documents   |----- d0 -----|-d1-|------------- d2 -------------|  padding |
+    blocks      |   0   |   1   |   2   |   3   |   4   |   5   |   6   |   7   |
+    fragments   | d0    | d0 |d1| d2  ...
+
+A *fragment* is the piece of one document inside one block. Blocks have equal length, so every rank that owns the same
+number of blocks owns the same number of tokens, whatever the documents look like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_fcp.config import Mask
+from megatron_fcp.plan.arrays import IntArray, frozen, offsets
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Blocks of a packed stream with their fragments; build it with :func:`build_block_table`.
+
+    Attributes
+    ----------
+    block_size, num_blocks : int
+        Tokens per block, and blocks in the padded stream.
+    mask : {"causal", "full"}
+    document_start, document_length : IntArray, shape [num_documents]
+        Place of each document in the stream and its real tokens. Documents are never empty.
+    fragment_document, fragment_start, fragment_length, fragment_block : IntArray, shape [num_fragments]
+        In stream order; ``fragment_start`` counts from the start of the stream.
+    fragment_ptr : IntArray, shape [num_blocks + 1]
+        Fragments of block ``b`` are ``fragment_ptr[b]:fragment_ptr[b + 1]``.
+    block_cost : IntArray, shape [num_blocks]
+        Query-key pairs that the block's queries attend to.
+    shared_start, shared_stop : IntArray, shape [num_blocks]
+        Token range (stream coordinates) whose KV another block may need; empty where none does. A document that ends
+        inside a block is never needed by a later one, so only the last (causal) or the first and last (full) document
+        of a block count: this is all that ever travels.
+    """
+
+    block_size: int
+    num_blocks: int
+    mask: Mask
+    document_start: IntArray
+    document_length: IntArray
+    fragment_document: IntArray
+    fragment_start: IntArray
+    fragment_length: IntArray
+    fragment_block: IntArray
+    fragment_ptr: IntArray
+    block_cost: IntArray
+    shared_start: IntArray
+    shared_stop: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the padded stream."""
+        return self.block_size * self.num_blocks
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens that belong to a document."""
+        return int(self.document_length.sum())
+
+    def document_blocks(self) -> tuple[IntArray, IntArray]:
+        """First and last block of each document, both shape [num_documents]."""
+        first = self.document_start // self.block_size
+        last = (self.document_start + self.document_length - 1) // self.block_size
+        return first, last
+
+    def token_documents(self) -> IntArray:
+        """Document of each token of the stream, -1 for padding; shape [num_tokens]."""
+        documents = np.full(self.num_tokens, -1, dtype=np.int64)
+        for d, (start, length) in enumerate(zip(self.document_start, self.document_length)):
+            documents[start : start + length] = d
+        return documents
+
+
+def check_lengths(lengths: Sequence[int] | NDArray[np.generic]) -> IntArray:
+    """Document lengths as int64.
+
+    Raises
+    ------
+    ValueError
+        If a length is negative or not an integer; names its position and value.
+    """
+    values = np.asarray(lengths)
+    if values.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if values.ndim != 1:
+        raise ValueError(f"document lengths must be one flat list of integers, got an array of shape {values.shape}")
+    if not np.issubdtype(values.dtype, np.integer):
+        position = next(i for i, v in enumerate(list(lengths)) if isinstance(v, bool) or not isinstance(v, int))
+        raise ValueError(f"document length {list(lengths)[position]!r} (document {position}) is not an integer")
+    if (values < 0).any():
+        position = int(np.flatnonzero(values < 0)[0])
+        raise ValueError(f"document length {int(values[position])} (document {position}) is negative")
+    return values.astype(np.int64)
+
+
+def build_block_table(
+    lengths: Sequence[int] | NDArray[np.generic],
+    *,
+    num_tokens: int,
+    block_size: int,
+    mask: Mask = "causal",
+    starts: Sequence[int] | NDArray[np.generic] | None = None,
+) -> BlockTable:
+    """Cut a packed stream into blocks.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Real tokens of each document, in stream order. Empty documents are dropped: repeated offsets at the end of
+        ``cu_seqlens`` change nothing (https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4489).
+    num_tokens : int
+        Tokens of the padded stream, a multiple of ``block_size``.
+    block_size : int
+    mask : {"causal", "full"}
+    starts : sequence of int, optional
+        Start of each document where the stream has padding between documents; default: one after the other.
+
+    Raises
+    ------
+    ValueError
+        For lengths that are negative, not integers, overlap, or do not fit the stream.
+    """
+    length = check_lengths(lengths)
+    start = offsets(length)[:-1] if starts is None else check_lengths(starts)
+    if start.size != length.size:
+        raise ValueError(f"{length.size} document lengths but {start.size} document starts")
+    start, length = start[length > 0], length[length > 0]
+    ends = start + length
+    if (ends[:-1] > start[1:]).any():
+        position = int(np.flatnonzero(ends[:-1] > start[1:])[0])
+        raise ValueError(f"document {position} ends at token {ends[position]}, after the start of the next document")
+    if length.size and ends[-1] > num_tokens:
+        raise ValueError(
+            f"the documents hold {ends[-1]} tokens but the stream has only {num_tokens}; "
+            "raise the context-parallel size or the tokens per rank, or pass fewer documents"
+        )
+    assert num_tokens % block_size == 0, (num_tokens, block_size)
+    return _cut(start, length, num_tokens // block_size, block_size, mask)
+
+
+def _cut(start: IntArray, length: IntArray, num_blocks: int, block_size: int, mask: Mask) -> BlockTable:
+    first = start // block_size
+    last = (start + length - 1) // block_size
+    pieces = last - first + 1
+    document = np.repeat(np.arange(start.size, dtype=np.int64), pieces)
+    block = np.arange(document.size, dtype=np.int64) - np.repeat(offsets(pieces)[:-1] - first, pieces)
+    piece_start = np.maximum(start[document], block * block_size)
+    piece_stop = np.minimum(start[document] + length[document], (block + 1) * block_size)
+    piece = piece_stop - piece_start
+    position = piece_start - start[document]
+    pairs = piece * position + piece * (piece + 1) // 2 if mask == "causal" else piece * length[document]
+    cost = np.zeros(num_blocks, dtype=np.int64)
+    np.add.at(cost, block, pairs)
+
+    continues = block < last[document]  # the document goes on in a later block
+    began = block > first[document]
+    edge = np.arange(num_blocks, dtype=np.int64) * block_size
+    shared_start, shared_stop = edge + block_size, edge.copy()
+    shared_start[block[continues]] = piece_start[continues]
+    shared_stop[block[continues]] = piece_stop[continues]
+    if mask == "full":  # earlier blocks attend to later ones as well
+        np.minimum.at(shared_start, block[began], piece_start[began])
+        np.maximum.at(shared_stop, block[began], piece_stop[began])
+    shared_start = np.minimum(shared_start, shared_stop)
+    return BlockTable(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        mask=mask,
+        document_start=frozen(start),
+        document_length=frozen(length),
+        fragment_document=frozen(document),
+        fragment_start=frozen(piece_start),
+        fragment_length=frozen(piece),
+        fragment_block=frozen(block),
+        fragment_ptr=frozen(np.searchsorted(block, np.arange(num_blocks + 1))),
+        block_cost=frozen(cost),
+        shared_start=frozen(shared_start),
+        shared_stop=frozen(shared_stop),
+    )

@@ -1,0 +1,89 @@
+"""Which rank owns which block.
+
+The rule of this module: longest processing time first on compute (Graham 1969, 4/3 bound) under an exact limit of
+blocks per rank, then swaps that shrink the heaviest rank. Placement that also weighs traffic and topology belongs here
+as another function of the same signature.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fcp.plan.arrays import IntArray, frozen
+from megatron_fcp.plan.blocks import BlockTable
+
+MAX_SWAPS_PER_RANK = 16
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Owner of every block.
+
+    Attributes
+    ----------
+    cp_size : int
+    block_rank : IntArray, shape [num_blocks]
+        Every rank owns exactly ``num_blocks // cp_size`` blocks.
+    """
+
+    cp_size: int
+    block_rank: IntArray
+
+    def blocks_of(self, rank: int) -> IntArray:
+        """Blocks of ``rank`` in stream order, shape [num_blocks // cp_size]."""
+        return np.flatnonzero(self.block_rank == rank).astype(np.int64)
+
+    def rank_cost(self, table: BlockTable) -> IntArray:
+        """Query-key pairs per rank, shape [cp_size]."""
+        cost = np.zeros(self.cp_size, dtype=np.int64)
+        np.add.at(cost, self.block_rank, table.block_cost)
+        return cost
+
+
+def place_blocks(table: BlockTable, cp_size: int) -> Placement:
+    """Balance compute over ranks with equal token counts.
+
+    Parameters
+    ----------
+    table : BlockTable
+    cp_size : int
+        Must divide the number of blocks.
+    """
+    assert table.num_blocks % cp_size == 0, (table.num_blocks, cp_size)
+    slots = table.num_blocks // cp_size
+    order = np.argsort(-table.block_cost, kind="stable")
+    owner = np.empty(table.num_blocks, dtype=np.int64)
+    heap = [(0, rank) for rank in range(cp_size)]  # heapq breaks ties by rank: deterministic
+    used = [0] * cp_size
+    for block in order.tolist():
+        load, rank = heapq.heappop(heap)
+        owner[block] = rank
+        used[rank] += 1
+        if used[rank] < slots:
+            heapq.heappush(heap, (load + int(table.block_cost[block]), rank))
+    _swap(table.block_cost, owner, cp_size)
+    return Placement(cp_size, frozen(owner))
+
+
+def _swap(cost: IntArray, owner: IntArray, cp_size: int) -> None:
+    """Trade a block of the heaviest rank for a cheaper one elsewhere while that lowers the larger of the two loads."""
+    load = np.zeros(cp_size, dtype=np.int64)
+    np.add.at(load, owner, cost)
+    for _ in range(MAX_SWAPS_PER_RANK * cp_size):
+        heavy = int(load.argmax())
+        light = int(load.argmin())
+        gap = int(load[heavy] - load[light])
+        mine, theirs = np.flatnonzero(owner == heavy), np.flatnonzero(owner == light)
+        delta = cost[mine][:, None] - cost[theirs][None, :]
+        useful = np.where((delta > 0) & (delta < gap), np.minimum(delta, gap - delta), 0)
+        best = int(useful.argmax()) if useful.size else 0
+        if not useful.size or useful.flat[best] == 0:
+            return
+        i, j = divmod(best, theirs.size)
+        moved = int(delta[i, j])
+        owner[mine[i]], owner[theirs[j]] = light, heavy
+        load[heavy] -= moved
+        load[light] += moved

@@ -1,0 +1,118 @@
+"""The whole plan of one packed stream, and how it is made."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_fcp.config import FcpConfig, check_at_least
+from megatron_fcp.plan.arrays import IntArray
+from megatron_fcp.plan.backward import PushSchedule, reverse_schedule
+from megatron_fcp.plan.blocks import BlockTable, build_block_table
+from megatron_fcp.plan.placement import Placement, place_blocks
+from megatron_fcp.plan.rank_plan import RankPlan, derive_rank_plan
+from megatron_fcp.plan.schedule import CommSchedule, schedule_rounds
+from megatron_fcp.plan.transfers import coalesce, needed_blocks
+from megatron_fcp.plan.validate import check_plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Blocks, their owners and the rounds that move KV, for every rank. Checked once when built.
+
+    Raises
+    ------
+    ValueError
+        If the parts contradict each other; says which block, rank or round.
+    """
+
+    table: BlockTable
+    placement: Placement
+    schedule: CommSchedule
+    ranks_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        check_plan(self.table, self.placement, self.schedule, self.ranks_per_node)
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks of the context-parallel group."""
+        return self.placement.cp_size
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens that every rank owns, padding included."""
+        return self.table.num_tokens // self.cp_size
+
+    @cached_property
+    def push(self) -> PushSchedule:
+        """Rounds that bring partial dKV home in backward."""
+        return reverse_schedule(self.schedule, self.placement, self.ranks_per_node)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over every decision in canonical little-endian bytes; equal plans have equal digests."""
+        messages = self.schedule.messages
+        sha = hashlib.sha256(f"fcp-plan/1 {self.table.mask} ".encode())
+        scalars = np.array([self.cp_size, self.table.block_size, self.table.num_blocks, self.ranks_per_node])
+        parts: list[IntArray] = [scalars, self.table.document_start, self.table.document_length]
+        parts += [self.placement.block_rank, messages.src, messages.dst, messages.ptr, messages.block]
+        parts += [self.schedule.message_round, *self.schedule.stage_ends]
+        for part in parts:
+            sha.update(np.int64(part.size).astype("<i8").tobytes())
+            sha.update(part.astype("<i8").tobytes())
+        return sha.hexdigest()
+
+    def rank_plan(self, rank: int) -> RankPlan:
+        """What ``rank`` executes."""
+        assert 0 <= rank < self.cp_size, (rank, self.cp_size)
+        return derive_rank_plan(self.table, self.placement, self.schedule, self.push, rank, self.digest)
+
+
+def make_plan(
+    lengths: Sequence[int] | NDArray[np.generic],
+    *,
+    cp_size: int,
+    tokens_per_rank: int,
+    config: FcpConfig | None = None,
+    starts: Sequence[int] | NDArray[np.generic] | None = None,
+) -> Plan:
+    """Plan one packed stream of ``cp_size * tokens_per_rank`` tokens.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Real tokens of each document in stream order; zeros are ignored.
+    cp_size, tokens_per_rank : int
+    config : FcpConfig, optional
+    starts : sequence of int, optional
+        Document starts, where the stream holds padding between documents.
+
+    Raises
+    ------
+    ValueError
+        For bad lengths, a stream too short for them, or a block size that does not divide ``tokens_per_rank``.
+    """
+    config = config or FcpConfig()
+    check_at_least("--context-parallel-size", cp_size, 1)
+    table = build_block_table(
+        lengths,
+        num_tokens=cp_size * tokens_per_rank,
+        block_size=config.resolve_block_size(tokens_per_rank),
+        mask=config.mask,
+        starts=starts,
+    )
+    placement = place_blocks(table, cp_size)
+    rank, block = needed_blocks(table, placement)
+    schedule = schedule_rounds(
+        coalesce(rank, block, placement, config.blocks_per_message),
+        cp_size,
+        ranks_per_node=config.ranks_per_node,
+        rounds_per_stage=config.rounds_per_stage,
+    )
+    return Plan(table, placement, schedule, config.ranks_per_node)

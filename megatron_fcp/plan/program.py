@@ -1,0 +1,200 @@
+"""The order in which a rank posts transfers and runs kernels: a straight line of steps, nothing left to decide.
+
+All ranks post their exchanges in one shared order (pull rounds, with each push round at its place between them), so
+that even a transport in which a send blocks until it is received cannot deadlock. At most two stages of KV are held:
+a rank posts the pulls of stage ``s`` only once it has attended to stage ``s - 2``.
+
+::
+
+    forward    pull 1 | pull 2 | attend local, 1 | pull 3 | attend 2 | pull 4 | attend 3 ...
+    backward   pull 1 | pull 2 | attend local, 1 | push 1 | pull 3 | attend 2 | push 2 | pull 4 ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LOCAL = 0  # buffer 0 holds the rank's own tokens; buffer s >= 1 what stage s received
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens ``start:stop`` of a buffer."""
+
+    buffer: int
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        """Length in tokens."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What goes to, or comes from, a peer in a round; both sides list the same segment lengths in the same order."""
+
+    peer: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Length of all segments in tokens."""
+        return sum(s.tokens for s in self.segments)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One round as one rank sees it: at most one send and one receive per tier.
+
+    ``kind`` "pull" moves KV, "push" moves partial dKV; a push receive lands in a staging buffer until its Reduce.
+    """
+
+    kind: Literal["pull", "push"]
+    round: int
+    sends: tuple[Transfer, ...]
+    recvs: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run the kernels of a stage, once all that its buffer awaits has arrived."""
+
+    stage: int
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Add what push round ``round`` brought to the buffers its segments name."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Drop a stage's KV or dKV buffer, once the sends from it are through."""
+
+    kind: Literal["kv", "dkv"]
+    buffer: int
+
+
+Step = Exchange | Compute | Reduce | Release
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An exchange with its place in the order that all ranks share."""
+
+    exchange: Exchange
+    stage: int  # pull: the stage that what arrives belongs to
+
+
+def pass_steps(slots: list[Slot], num_stages: int) -> tuple[Step, ...]:
+    """Steps of a forward (pulls only) or backward (pulls and pushes) pass of one rank.
+
+    Parameters
+    ----------
+    slots : list of Slot
+        The rank's exchanges in shared order.
+    num_stages : int
+        Stages with the local one.
+    """
+    steps: list[Step] = []
+    done = -1
+    pushes: list[Exchange] = []
+
+    def attend(stage: int) -> None:
+        nonlocal done
+        while done < stage:
+            done += 1
+            steps.append(Compute(done))
+
+    def reduce_down_to(kept: int) -> None:
+        while len(pushes) > kept:
+            steps.append(Reduce(pushes.pop(0).round))
+
+    for slot in slots:
+        exchange = slot.exchange
+        if exchange.kind == "pull":
+            if exchange.recvs and slot.stage >= 3:
+                attend(slot.stage - 2)
+        else:
+            sent = {s.buffer for t in exchange.sends for s in t.segments}
+            received = {s.buffer for t in exchange.recvs for s in t.segments}
+            attend(max(sent | received))
+            if any(s.buffer in sent for push in pushes for t in push.recvs for s in t.segments):
+                reduce_down_to(0)  # a forwarder passes on its partials only once those of its own receivers are in
+            reduce_down_to(1)
+            if exchange.recvs:
+                pushes.append(exchange)
+        steps.append(exchange)
+    attend(num_stages - 1)
+    reduce_down_to(0)
+    return tuple(_with_releases(steps))
+
+
+def _with_releases(steps: list[Step]) -> list[Step]:
+    """Insert releases as late as the two-stage bound allows, so that nothing waits for a send it need not wait for."""
+    last: dict[tuple[Literal["kv", "dkv"], int], int] = {}
+    first: dict[tuple[Literal["kv", "dkv"], int], int] = {}
+    pushes = {step.round: step for step in steps if isinstance(step, Exchange) and step.kind == "push"}
+    for i, step in enumerate(steps):
+        for key in _touched(step, pushes):
+            last[key] = i
+            first.setdefault(key, i)
+    at: dict[int, list[Release]] = {}
+    for (kind, buffer), use in sorted(last.items()):
+        next_but_one = min((i for (k, b), i in first.items() if k == kind and b >= buffer + 2), default=len(steps))
+        at.setdefault(max(use + 1, next_but_one), []).append(Release(kind, buffer))
+    out: list[Step] = []
+    for i in range(len(steps) + 1):
+        out.extend(at.get(i, []))
+        out.extend(steps[i : i + 1])
+    return out
+
+
+def _touched(step: Step, pushes: dict[int, Exchange]) -> set[tuple[Literal["kv", "dkv"], int]]:
+    if isinstance(step, Compute):
+        kinds: tuple[Literal["kv", "dkv"], ...] = ("kv", "dkv") if pushes else ("kv",)
+        return {(kind, step.stage) for kind in kinds if step.stage != LOCAL}
+    if isinstance(step, Reduce):
+        transfers, kind = pushes[step.round].recvs, "dkv"
+    elif isinstance(step, Exchange):
+        transfers = (*step.sends, *step.recvs) if step.kind == "pull" else step.sends
+        kind = "kv" if step.kind == "pull" else "dkv"
+    else:
+        return set()
+    return {(kind, s.buffer) for t in transfers for s in t.segments if s.buffer != LOCAL}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Most tokens that a pass holds at once beside the rank's own: pulled KV, and partial dKV with its staging."""
+
+    kv_tokens: int
+    dkv_tokens: int
+
+
+def peak_memory(steps: tuple[Step, ...], buffer_tokens: list[int]) -> Peak:
+    """Largest KV and dKV token counts held at once over a pass (each on its own)."""
+    kv: set[int] = set()
+    dkv: set[int] = set()
+    staged: dict[int, int] = {}
+    backward = any(isinstance(s, Exchange) and s.kind == "push" for s in steps)
+    peak_kv = peak_dkv = 0
+    for step in steps:
+        if isinstance(step, Exchange) and step.kind == "pull":
+            kv.update(s.buffer for t in step.recvs for s in t.segments)
+        elif isinstance(step, Exchange):
+            staged[step.round] = sum(t.tokens for t in step.recvs)
+        elif isinstance(step, Reduce):
+            staged.pop(step.round)
+        elif isinstance(step, Compute) and step.stage != LOCAL and backward:
+            dkv.add(step.stage)
+        elif isinstance(step, Release):
+            (kv if step.kind == "kv" else dkv).discard(step.buffer)
+        peak_kv = max(peak_kv, sum(buffer_tokens[s] for s in kv))
+        peak_dkv = max(peak_dkv, sum(buffer_tokens[s] for s in dkv) + sum(staged.values()))
+    return Peak(peak_kv, peak_dkv)

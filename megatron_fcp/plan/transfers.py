@@ -1,0 +1,85 @@
+"""Which KV blocks must move where, and the messages that carry them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fcp.plan.arrays import IntArray, frozen, offsets
+from megatron_fcp.plan.blocks import BlockTable
+from megatron_fcp.plan.placement import Placement
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Point-to-point messages, each with the blocks it carries.
+
+    Attributes
+    ----------
+    src, dst : IntArray, shape [num_messages]
+    ptr : IntArray, shape [num_messages + 1]
+        Blocks of message ``m`` are ``block[ptr[m]:ptr[m + 1]]``, ascending.
+    block : IntArray, shape [num_transfers]
+    """
+
+    src: IntArray
+    dst: IntArray
+    ptr: IntArray
+    block: IntArray
+
+    def __len__(self) -> int:
+        return self.src.size
+
+
+def needed_blocks(table: BlockTable, placement: Placement) -> tuple[IntArray, IntArray]:
+    """Remote KV blocks that each rank needs, each listed once.
+
+    Returns
+    -------
+    (rank, block) : two IntArrays of shape [num_transfers]
+        Sorted by rank, then block. Rank ``rank`` attends to ``block``, which another rank owns.
+
+    Notes
+    -----
+    Causal: a rank needs the document's prefix up to the block before its own latest one. Full: every block of any
+    document it holds a piece of.
+    """
+    first, last = table.document_blocks()
+    doc, block = table.fragment_document, table.fragment_block
+    owner = placement.block_rank[block]
+    spans = first[doc] < last[doc]  # one-block documents never travel
+    key, latest = _latest_block(owner[spans], doc[spans], block[spans], table.document_length.size)
+    rank, document = key // max(table.document_length.size, 1), key % max(table.document_length.size, 1)
+    stop = latest if table.mask == "causal" else last[document] + 1
+    count = stop - first[document]
+    needed = np.arange(int(count.sum()), dtype=np.int64) + np.repeat(first[document] - offsets(count)[:-1], count)
+    needing = np.repeat(rank, count)
+    remote = placement.block_rank[needed] != needing
+    pair = np.unique(needing[remote] * table.num_blocks + needed[remote])
+    return frozen(pair // table.num_blocks), frozen(pair % table.num_blocks)
+
+
+def _latest_block(rank: IntArray, doc: IntArray, block: IntArray, num_documents: int) -> tuple[IntArray, IntArray]:
+    """For each (rank, document) pair that occurs: its key and the latest block of the document on the rank."""
+    key = rank * max(num_documents, 1) + doc
+    order = np.lexsort((block, key))
+    key, block = key[order], block[order]
+    ends = np.flatnonzero(np.append(key[1:] != key[:-1], True)) if key.size else np.zeros(0, dtype=np.int64)
+    return key[ends], block[ends]
+
+
+def coalesce(rank: IntArray, block: IntArray, placement: Placement, blocks_per_message: int) -> Messages:
+    """Merge single-block transfers from owners into messages of at most ``blocks_per_message`` blocks.
+
+    A launch costs about 10 us however small the message (https://github.com/uccl-project/uccl/issues/931), so the
+    number of messages bounds the rounds while bytes bound their length.
+    """
+    src = placement.block_rank[block]
+    order = np.lexsort((block, rank, src))
+    src, dst, block = src[order], rank[order], block[order]
+    pair = src * placement.cp_size + dst
+    new_pair = np.append(True, pair[1:] != pair[:-1]) if pair.size else np.zeros(0, dtype=bool)
+    start_of_pair = np.maximum.accumulate(np.where(new_pair, np.arange(pair.size), 0))
+    start = np.flatnonzero((np.arange(pair.size) - start_of_pair) % blocks_per_message == 0)
+    return Messages(frozen(src[start]), frozen(dst[start]), frozen(np.append(start, pair.size)), frozen(block))

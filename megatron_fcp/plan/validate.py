@@ -1,0 +1,122 @@
+"""Every invariant of a plan, checked once when it is built or read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_fcp.plan.arrays import IntArray
+from megatron_fcp.plan.blocks import BlockTable
+from megatron_fcp.plan.placement import Placement
+from megatron_fcp.plan.schedule import CommSchedule, tier_of
+from megatron_fcp.plan.transfers import needed_blocks
+
+
+def check_plan(table: BlockTable, placement: Placement, schedule: CommSchedule, ranks_per_node: int) -> None:
+    """Check that a schedule delivers what the placement needs, once, in congestion-free rounds.
+
+    Raises
+    ------
+    ValueError
+        Naming the first block, rank or round that breaks a rule.
+    """
+    _check_placement(table, placement)
+    _check_ranges(table, placement, schedule)
+    counts = np.diff(schedule.messages.ptr)
+    round_ = np.repeat(schedule.message_round, counts)
+    src, dst = np.repeat(schedule.messages.src, counts), np.repeat(schedule.messages.dst, counts)
+    _check_rounds(schedule, ranks_per_node)
+    _check_holders(table, placement, round_, src, dst, schedule.messages.block)
+    _check_complete(table, placement, dst, schedule.messages.block)
+    _check_stages(placement, schedule, round_, dst)
+
+
+def _check_placement(table: BlockTable, placement: Placement) -> None:
+    owner = placement.block_rank
+    if owner.size != table.num_blocks:
+        raise ValueError(f"the plan places {owner.size} blocks but the stream has {table.num_blocks}")
+    if owner.size and (owner.min() < 0 or owner.max() >= placement.cp_size):
+        block = int(np.flatnonzero((owner < 0) | (owner >= placement.cp_size))[0])
+        raise ValueError(f"block {block} is placed on rank {owner[block]}, outside 0..{placement.cp_size - 1}")
+    held = np.bincount(owner, minlength=placement.cp_size)
+    if (held * placement.cp_size != table.num_blocks).any():
+        rank = int(np.flatnonzero(held * placement.cp_size != table.num_blocks)[0])
+        raise ValueError(
+            f"rank {rank} owns {held[rank]} blocks; every rank must own {table.num_blocks / placement.cp_size:g}"
+        )
+
+
+def _check_ranges(table: BlockTable, placement: Placement, schedule: CommSchedule) -> None:
+    m = schedule.messages
+    for name, values, limit in (
+        ("sender", m.src, placement.cp_size),
+        ("receiver", m.dst, placement.cp_size),
+        ("block", m.block, table.num_blocks),
+        ("round", schedule.message_round, schedule.num_rounds),
+    ):
+        if values.size and (values.min() < 0 or values.max() >= limit):
+            raise ValueError(
+                f"a message names {name} {values[(values < 0) | (values >= limit)][0]}, outside 0..{limit - 1}"
+            )
+    if (np.diff(m.ptr) <= 0).any():
+        raise ValueError("a message carries no block")
+    if (m.src == m.dst).any():
+        raise ValueError(f"rank {m.src[m.src == m.dst][0]} sends a message to itself")
+
+
+def _check_rounds(schedule: CommSchedule, ranks_per_node: int) -> None:
+    tier = tier_of(schedule.messages.src, schedule.messages.dst, ranks_per_node)
+    for verb, rank in (("sends", schedule.messages.src), ("receives", schedule.messages.dst)):
+        order = np.lexsort((rank, tier, schedule.message_round))
+        r, t, k = schedule.message_round[order], tier[order], rank[order]
+        twice = np.flatnonzero((r[1:] == r[:-1]) & (t[1:] == t[:-1]) & (k[1:] == k[:-1]))
+        if twice.size:
+            at = twice[0]
+            where = "between nodes" if t[at] else "inside its node"
+            raise ValueError(f"in round {r[at]} rank {k[at]} {verb} more than once {where}")
+
+
+def _check_holders(
+    table: BlockTable, placement: Placement, round_: IntArray, src: IntArray, dst: IntArray, block: IntArray
+) -> None:
+    key = dst * table.num_blocks + block
+    order = np.argsort(key, kind="stable")
+    ordered = key[order]
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if twice.size:
+        at = order[twice[0]]
+        raise ValueError(f"rank {dst[at]} receives block {block[at]} more than once")
+    owned = np.flatnonzero(placement.block_rank[block] == dst)
+    if owned.size:
+        raise ValueError(f"rank {dst[owned[0]]} receives block {block[owned[0]]}, which it owns")
+    forwarded = np.flatnonzero(placement.block_rank[block] != src)
+    if not forwarded.size:
+        return
+    wanted = src[forwarded] * table.num_blocks + block[forwarded]
+    found = np.minimum(np.searchsorted(ordered, wanted), ordered.size - 1)
+    held = (ordered[found] == wanted) & (round_[order[found]] < round_[forwarded])
+    if not held.all():
+        at = forwarded[np.flatnonzero(~held)[0]]
+        raise ValueError(f"in round {round_[at]} rank {src[at]} sends block {block[at]}, which it does not hold yet")
+
+
+def _check_complete(table: BlockTable, placement: Placement, dst: IntArray, block: IntArray) -> None:
+    rank, needed = needed_blocks(table, placement)
+    missing = np.setdiff1d(rank * table.num_blocks + needed, dst * table.num_blocks + block)
+    if missing.size:
+        raise ValueError(
+            f"rank {missing[0] // table.num_blocks} needs block {missing[0] % table.num_blocks} and never receives it"
+        )
+
+
+def _check_stages(placement: Placement, schedule: CommSchedule, round_: IntArray, dst: IntArray) -> None:
+    if len(schedule.stage_ends) != placement.cp_size:
+        raise ValueError(f"the plan has stages for {len(schedule.stage_ends)} ranks, not {placement.cp_size}")
+    last = np.full(placement.cp_size, -1, dtype=np.int64)
+    np.maximum.at(last, dst, round_)
+    for rank, ends in enumerate(schedule.stage_ends):
+        if (np.diff(ends) <= 0).any() or (ends.size and (ends[0] < 0 or ends[-1] >= schedule.num_rounds)):
+            raise ValueError(
+                f"the stages of rank {rank} do not end at ascending rounds of 0..{schedule.num_rounds - 1}"
+            )
+        if last[rank] >= 0 and (not ends.size or ends[-1] < last[rank]):
+            raise ValueError(f"rank {rank} receives in round {last[rank]}, after its last stage")

@@ -1,0 +1,142 @@
+"""What a rank attends to in each stage, as query and KV ranges of its buffers.
+
+Stage 0 attends to what is local: the rank's tokens of one document, in order, are one causal sequence even where they
+come from blocks that lie apart, because a later local token comes later in the document too. A later stage attends
+suffixes of the local queries to the blocks that arrived, which all lie before them: full mask. A query occurs at most
+once per stage, so a stage is one variable-length kernel call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fcp.plan.arrays import IntArray, frozen, offsets
+from megatron_fcp.plan.blocks import BlockTable
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Work list of one stage; no entry is empty (https://github.com/Dao-AILab/flash-attention/issues/1537).
+
+    Attributes
+    ----------
+    q_start, q_stop : IntArray, shape [num_items]
+        Ranges of local query tokens, ascending and disjoint.
+    kv_start, kv_stop : IntArray, shape [num_items]
+        Ranges of KV tokens in the stage's buffer (stage 0: the local tokens).
+    causal : bool
+        Bottom-right aligned causal mask on every item (then both ranges are equal), or full.
+    kv_tokens : int
+        Tokens that the stage's buffer holds.
+    blocks, block_offset : IntArray, shapes [num_blocks], [num_blocks + 1]
+        Blocks in the buffer, ascending, and where the shared part of each begins.
+    """
+
+    q_start: IntArray
+    q_stop: IntArray
+    kv_start: IntArray
+    kv_stop: IntArray
+    causal: bool
+    kv_tokens: int
+    blocks: IntArray
+    block_offset: IntArray
+
+    @property
+    def num_items(self) -> int:
+        """Kernel entries of the stage."""
+        return self.q_start.size
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs attended to."""
+        q, kv = self.q_stop - self.q_start, self.kv_stop - self.kv_start
+        return int((q * (q + 1) // 2 if self.causal else q * kv).sum())
+
+
+@dataclass(frozen=True)
+class LocalFragments:
+    """Fragments of a rank in local token order; every array has shape [num_fragments]."""
+
+    document: IntArray
+    block: IntArray
+    start: IntArray  # local token index
+    stop: IntArray
+
+
+def local_fragments(table: BlockTable, local_blocks: IntArray) -> LocalFragments:
+    """Fragments of ``local_blocks`` (ascending) with their place among the rank's tokens."""
+    slot = np.full(table.num_blocks, -1, dtype=np.int64)
+    slot[local_blocks] = np.arange(local_blocks.size)
+    mine = np.flatnonzero(slot[table.fragment_block] >= 0)
+    block = table.fragment_block[mine]
+    start = slot[block] * table.block_size + table.fragment_start[mine] - block * table.block_size
+    return LocalFragments(table.fragment_document[mine], block, start, start + table.fragment_length[mine])
+
+
+def local_stage(table: BlockTable, local_blocks: IntArray) -> StageWork:
+    """Stage 0: each document's local tokens against themselves."""
+    f = local_fragments(table, local_blocks)
+    first = np.flatnonzero(np.append(True, f.document[1:] != f.document[:-1])) if f.document.size else f.document
+    start = f.start[first]
+    stop = f.stop[np.append(first[1:], f.document.size) - 1] if first.size else first
+    return StageWork(
+        frozen(start),
+        frozen(stop),
+        frozen(start),
+        frozen(stop),
+        table.mask == "causal",
+        local_blocks.size * table.block_size,
+        frozen(local_blocks),
+        frozen(np.arange(local_blocks.size + 1) * table.block_size),
+    )
+
+
+def remote_stage(table: BlockTable, local_blocks: IntArray, arrived: IntArray) -> StageWork:
+    """A later stage: local queries against the shared parts of the ``arrived`` blocks (any order)."""
+    arrived = np.sort(arrived)
+    shared = table.shared_stop[arrived] - table.shared_start[arrived]
+    offset = offsets(shared)
+    f = local_fragments(table, local_blocks)
+    first_block, last_block = table.document_blocks()
+    stop_block = f.block if table.mask == "causal" else last_block[f.document] + 1
+    low = np.searchsorted(arrived, first_block[f.document])
+    high = np.searchsorted(arrived, stop_block)
+    used = np.flatnonzero(low < high)
+    low, high, document = low[used], high[used], f.document[used]
+    kv_start, kv_stop = _document_range(table, arrived, offset, document, low, high)
+    keep = kv_start < kv_stop
+    used, kv_start, kv_stop, document = used[keep], kv_start[keep], kv_stop[keep], document[keep]
+    new = np.ones(used.size, dtype=bool)
+    new[1:] = (
+        (document[1:] != document[:-1])
+        | (kv_start[1:] != kv_start[:-1])
+        | (kv_stop[1:] != kv_stop[:-1])
+        | (f.start[used[1:]] != f.stop[used[:-1]])
+    )
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], used.size) - 1 if first.size else first
+    return StageWork(
+        frozen(f.start[used[first]]),
+        frozen(f.stop[used[last]]),
+        frozen(kv_start[first]),
+        frozen(kv_stop[first]),
+        False,
+        int(offset[-1]),
+        frozen(arrived),
+        frozen(offset),
+    )
+
+
+def _document_range(
+    table: BlockTable, arrived: IntArray, offset: IntArray, document: IntArray, low: IntArray, high: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Buffer range that holds ``document``'s tokens of the arrived blocks ``low:high``.
+
+    Only the first and the last block of a document hold other tokens as well; what lies between is all its own.
+    """
+    first, last = arrived[low], arrived[high - 1]
+    begin = np.maximum(table.document_start[document], table.shared_start[first])
+    end = np.minimum(table.document_start[document] + table.document_length[document], table.shared_stop[last])
+    return offset[low] + begin - table.shared_start[first], offset[high - 1] + end - table.shared_start[last]
