@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +61,7 @@ def zigzag_indices(cu_seqlens: torch.Tensor, total_tokens: int, cp_size: int, cp
     """
     offsets = cu_seqlens.tolist()
     chunks = []
-    for start, end in zip(offsets[:-1], offsets[1:], strict=True):
+    for start, end in itertools.pairwise(offsets):
         size, rest = divmod(end - start, 2 * cp_size)
         if rest:
             raise ValueError(
@@ -96,7 +97,8 @@ def _allow_sequence_parallel_norm() -> None:
             parameter.sequence_parallel = config.sequence_parallel
         return norm
 
-    torch_norm.WrappedTorchNorm.__new__ = new
+    wrapped: Any = torch_norm.WrappedTorchNorm
+    wrapped.__new__ = new
 
 
 def _treat_cpu_tensors_as_device_tensors() -> None:
@@ -114,6 +116,13 @@ def _supply_zigzag_indices() -> None:
 
     if utils.tex is None:
         utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=zigzag_indices)
+
+
+def _fork_the_checkpoint_queue() -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    original = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = lambda mp_mode="fork": original(mp_mode)
 
 
 GAPS: tuple[Gap, ...] = (
@@ -141,6 +150,13 @@ GAPS: tuple[Gap, ...] = (
         "megatron/core/utils.py _get_batch_on_this_cp_rank_per_document_balancing",
         "packed batches under context parallelism ask Transformer Engine for the indices of a rank's chunks",
         _supply_zigzag_indices,
+    ),
+    Gap(
+        "checkpoint queue",
+        "megatron/core/dist_checkpointing/strategies/filesystem_async.py get_write_results_queue",
+        "saving starts a helper process by spawn, which imports the training script again, there without this platform "
+        "and for seconds; fork, which needs care only next to CUDA, does neither",
+        _fork_the_checkpoint_queue,
     ),
 )
 

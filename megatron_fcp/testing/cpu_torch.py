@@ -28,13 +28,15 @@ _CPU = torch.device("cpu")
 
 # Functions that make a tensor on the device named by their ``device`` keyword.
 _FACTORIES = (
-    "tensor as_tensor asarray scalar_tensor empty zeros ones full arange linspace eye rand randn randint randperm "
-    "empty_strided empty_like zeros_like ones_like full_like rand_like randn_like randint_like tril_indices triu_indices"
-).split()
-_NEW_METHODS = "new_tensor new_empty new_zeros new_ones new_full new_empty_strided".split()
+    *("tensor", "as_tensor", "asarray", "scalar_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "eye"),
+    *("rand", "randn", "randint", "randperm", "empty_strided", "empty_like", "zeros_like", "ones_like", "full_like"),
+    *("rand_like", "randn_like", "randint_like", "tril_indices", "triu_indices"),
+)
+_NEW_METHODS = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 _LEGACY_TYPES = (
-    "FloatTensor HalfTensor BFloat16Tensor DoubleTensor LongTensor IntTensor ShortTensor CharTensor ByteTensor BoolTensor"
-).split()
+    *("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "LongTensor", "IntTensor", "ShortTensor"),
+    *("CharTensor", "ByteTensor", "BoolTensor"),
+)
 
 
 def fake_cuda() -> None:
@@ -61,7 +63,7 @@ def _answer(owner: Any, value: Any, *names: str) -> None:
 
 def _fake_devices() -> None:
     """Device discovery: one device, number 0, new enough for Megatron's architecture checks."""
-    cuda = torch.cuda
+    cuda: Any = torch.cuda
     _answer(cuda, True, "is_available", "is_initialized", "is_bf16_supported")
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     _answer(cuda, 0, "current_device")
@@ -149,7 +151,7 @@ class _Stream:
 
 def _fake_streams() -> None:
     """Streams, events, profiler ranges and the runtime handle: all of them do nothing."""
-    cuda = torch.cuda
+    cuda: Any = torch.cuda
     cuda.Stream = cuda.ExternalStream = _Stream
     cuda.Event = _Event
     _answer(cuda, _Stream(), "current_stream", "default_stream")
@@ -164,7 +166,7 @@ def _fake_streams() -> None:
 
 def _fake_memory() -> None:
     """Memory figures are zero: the CPU allocator keeps none, and a made-up number would be worse than none."""
-    cuda = torch.cuda
+    cuda: Any = torch.cuda
     _answer(cuda, None, "empty_cache", "reset_peak_memory_stats")
     _answer(cuda, 0, "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     _answer(cuda, 0, "device_memory_used", "utilization", "temperature", "power_draw", "clock_rate")
@@ -174,7 +176,7 @@ def _fake_memory() -> None:
 
 def _fake_random() -> None:
     """The CPU generator is the CUDA generator: operations on CPU tensors draw from no other."""
-    cuda = torch.cuda
+    cuda: Any = torch.cuda
     generator = torch.default_generator
     cuda.default_generators = (generator,) * 8
     for module in (cuda, cuda.random):
@@ -194,7 +196,7 @@ def _fake_accelerator() -> None:
 
     Used by ``DataLoader`` (memory pinning) and the autograd engine's stream handling in Python.
     """
-    accelerator = getattr(torch, "accelerator", None)
+    accelerator: Any = getattr(torch, "accelerator", None)
     if accelerator is None:
         return
     _answer(accelerator, False, "is_available")
@@ -232,7 +234,7 @@ def _map_device_arguments() -> None:
     Plain wrappers and not a ``TorchFunctionMode``: ``Tensor.backward`` is itself a torch function, so a mode would be
     popped while custom autograd functions run their backward.
     """
-    tensor = torch.Tensor
+    tensor: Any = torch.Tensor
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in _NEW_METHODS:
