@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 Mask = Literal["causal", "full"]
@@ -17,9 +18,9 @@ def check_choice(flag: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{flag} {value!r} is unknown; choose one of {', '.join(choices)}")
 
 
-def check_at_least(flag: str, value: int, lowest: int) -> None:
-    """Raise a ValueError that names ``flag`` unless ``value`` is an int of at least ``lowest``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+def check_at_least(flag: str, value: object, lowest: int) -> None:
+    """Raise a ValueError that names ``flag`` unless ``value`` is an integer (numpy's too) of at least ``lowest``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < lowest:
         raise ValueError(f"{flag} must be an integer of at least {lowest}, got {value!r}")
 
 

@@ -76,9 +76,9 @@ def _ready_and_height(schedule: CommSchedule, placement: Placement) -> tuple[Int
     """Pull round after which a transfer's push may go, and its height over the leaves of the block's tree."""
     round_, src, dst, block = transfer_arrays(schedule)
     ready = np.zeros(round_.size, dtype=np.int64)
-    for rank in np.unique(dst):
+    for rank in np.unique(dst).tolist():
         mine = np.flatnonzero(dst == rank)
-        ends = schedule.stage_ends[rank]
+        ends: IntArray = schedule.stage_ends[rank]
         ready[mine] = ends[np.searchsorted(ends, round_[mine])]
     height = np.zeros(round_.size, dtype=np.int64)
     if (placement.block_rank[block] == src).all():
@@ -99,8 +99,8 @@ def _ready_and_height(schedule: CommSchedule, placement: Placement) -> tuple[Int
 def _next_stage_end(schedule: CommSchedule, ranks: IntArray, ready: int) -> int:
     """Pull round that every pushing rank has posted by then anyway: the end of its next stage."""
     latest = ready
-    for rank in ranks:
-        ends = schedule.stage_ends[rank]
+    for rank in ranks.tolist():
+        ends: IntArray = schedule.stage_ends[rank]
         following = np.searchsorted(ends, ready, side="right")
         latest = max(latest, int(ends[following]) if following < ends.size else schedule.num_rounds - 1)
     return latest

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fcp.config import Mask
 from megatron_fcp.plan.arrays import IntArray, frozen, offsets
+
+MAX_TOKENS = 2**31  # of a document: it has up to MAX_TOKENS ** 2 query-key pairs, which must fit into int64
 
 
 @dataclass(frozen=True)
@@ -83,26 +86,30 @@ class BlockTable:
         return documents
 
 
-def check_lengths(lengths: Sequence[int] | NDArray[np.generic]) -> IntArray:
-    """Document lengths as int64.
+def check_lengths(lengths: Sequence[int] | NDArray[np.generic], what: str = "length") -> IntArray:
+    """Document lengths (or another non-negative ``what`` of documents) as int64.
 
     Raises
     ------
     ValueError
-        If a length is negative or not an integer; names its position and value.
+        If one is negative, not an integer, or past the range of int64; names its position and value.
     """
-    values = np.asarray(lengths)
-    if values.size == 0:
-        return np.zeros(0, dtype=np.int64)
-    if values.ndim != 1:
-        raise ValueError(f"document lengths must be one flat list of integers, got an array of shape {values.shape}")
-    if not np.issubdtype(values.dtype, np.integer):
-        position = next(i for i, v in enumerate(list(lengths)) if isinstance(v, bool) or not isinstance(v, int))
-        raise ValueError(f"document length {list(lengths)[position]!r} (document {position}) is not an integer")
+    if isinstance(lengths, np.ndarray) and lengths.ndim != 1:
+        raise ValueError(f"document {what}s must be one flat list of integers, got an array of shape {lengths.shape}")
+    if isinstance(lengths, np.ndarray) and lengths.dtype.kind == "i":
+        values = lengths.astype(np.int64)
+    else:
+        items: list[object] = lengths.tolist() if isinstance(lengths, np.ndarray) else list(lengths)
+        for position, item in enumerate(items):
+            if isinstance(item, bool) or not isinstance(item, Integral):
+                raise ValueError(f"document {what} {item!r} (document {position}) is not an integer")
+            if int(item) > MAX_TOKENS:
+                raise ValueError(f"document {what} {item} (document {position}) is past the limit of {MAX_TOKENS}")
+        values = np.array([max(int(item), -1) for item in items if isinstance(item, Integral)], dtype=np.int64)
     if (values < 0).any():
         position = int(np.flatnonzero(values < 0)[0])
-        raise ValueError(f"document length {int(values[position])} (document {position}) is negative")
-    return values.astype(np.int64)
+        raise ValueError(f"document {what} {lengths[position]} (document {position}) is negative")
+    return values
 
 
 def build_block_table(
@@ -133,7 +140,12 @@ def build_block_table(
         For lengths that are negative, not integers, overlap, or do not fit the stream.
     """
     length = check_lengths(lengths)
-    start = offsets(length)[:-1] if starts is None else check_lengths(starts)
+    if (length > num_tokens).any():  # before any sum could overflow
+        position = int((length > num_tokens).argmax())
+        raise ValueError(
+            f"document {position} holds {length[position]} tokens but the whole stream has only {num_tokens}"
+        )
+    start = offsets(length)[:-1] if starts is None else check_lengths(starts, "start")
     if start.size != length.size:
         raise ValueError(f"{length.size} document lengths but {start.size} document starts")
     start, length = start[length > 0], length[length > 0]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fcp.config import FcpConfig, check_at_least
-from megatron_fcp.plan.arrays import IntArray
+from megatron_fcp.plan.arrays import IntArray, frozen
 from megatron_fcp.plan.backward import PushSchedule, reverse_schedule
 from megatron_fcp.plan.blocks import BlockTable, build_block_table
 from megatron_fcp.plan.placement import Placement, place_blocks
@@ -57,12 +57,13 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """sha256 over every decision in canonical little-endian bytes; equal plans have equal digests."""
-        messages = self.schedule.messages
-        sha = hashlib.sha256(f"fcp-plan/1 {self.table.mask} ".encode())
-        scalars = np.array([self.cp_size, self.table.block_size, self.table.num_blocks, self.ranks_per_node])
-        parts: list[IntArray] = [scalars, self.table.document_start, self.table.document_length]
+        table, schedule = self.table, self.schedule
+        scalars = [self.cp_size, table.block_size, table.num_blocks, self.ranks_per_node, schedule.num_rounds]
+        messages = schedule.messages
+        parts: list[IntArray] = [frozen(scalars), table.document_start, table.document_length]
         parts += [self.placement.block_rank, messages.src, messages.dst, messages.ptr, messages.block]
-        parts += [self.schedule.message_round, *self.schedule.stage_ends]
+        parts += [schedule.message_round, *schedule.stage_ends]
+        sha = hashlib.sha256(f"fcp-plan/1 {table.mask} ".encode())
         for part in parts:
             sha.update(np.int64(part.size).astype("<i8").tobytes())
             sha.update(part.astype("<i8").tobytes())

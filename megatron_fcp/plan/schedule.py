@@ -88,8 +88,14 @@ def order_by_round(
 
 
 def cut_stages(num_rounds: int, rounds_per_stage: int | None) -> list[int]:
-    """Last round of each stage: at least three stages where there are rounds for them, of at most 16 rounds."""
+    """Last round of each stage.
+
+    Without ``rounds_per_stage``: at least three stages where there are rounds for them, of at most 16 rounds, as even
+    as can be.
+    """
     if num_rounds == 0:
         return []
-    size = rounds_per_stage or min(PAPER_ROUNDS_PER_STAGE, -(-num_rounds // MIN_STAGES))
-    return [*range(size - 1, num_rounds - 1, size), num_rounds - 1]
+    if rounds_per_stage is not None:
+        return [*range(rounds_per_stage - 1, num_rounds - 1, rounds_per_stage), num_rounds - 1]
+    stages = max(min(MIN_STAGES, num_rounds), -(-num_rounds // PAPER_ROUNDS_PER_STAGE))
+    return [(s + 1) * num_rounds // stages - 1 for s in range(stages)]

@@ -57,8 +57,18 @@ def _check_ranges(table: BlockTable, placement: Placement, schedule: CommSchedul
             raise ValueError(
                 f"a message names {name} {values[(values < 0) | (values >= limit)][0]}, outside 0..{limit - 1}"
             )
-    if (np.diff(m.ptr) <= 0).any():
-        raise ValueError("a message carries no block")
+    counts = np.diff(m.ptr)
+    if (counts <= 0).any():
+        at = int((counts <= 0).argmax())
+        raise ValueError(f"the message from rank {m.src[at]} to rank {m.dst[at]} carries no block")
+    unsorted = np.flatnonzero(np.diff(m.block) <= 0) + 1
+    unsorted = unsorted[~np.isin(unsorted, m.ptr)]  # a new message may start anywhere
+    if unsorted.size:
+        at = int(unsorted[0])
+        raise ValueError(f"a message lists block {m.block[at]} after block {m.block[at - 1]}; blocks must ascend")
+    idle = table.shared_start[m.block] >= table.shared_stop[m.block]
+    if idle.any():
+        raise ValueError(f"block {m.block[idle.argmax()]} is sent, but holds nothing that another block attends to")
     if (m.src == m.dst).any():
         raise ValueError(f"rank {m.src[m.src == m.dst][0]} sends a message to itself")
 
