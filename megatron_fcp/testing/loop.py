@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fcp.testing.corpus import CORPUS_FLAGS, CorpusSummary
 from megatron_fcp.testing.pool import Outcome, WorkerPool
 
 __all__ = [
-    "EOD_TOKEN",
     "PRETRAIN_SCRIPT",
     "TINY_MODEL",
     "TINY_RUN",
@@ -39,8 +39,6 @@ __all__ = [
 ]
 
 PRETRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
-
-EOD_TOKEN = 256  # bytes are tokens 0..255
 
 # The one place with the flags of the model that tests train: a two-layer Llama-style model.
 TINY_MODEL: Mapping[str, Any] = {
@@ -69,11 +67,7 @@ TINY_MODEL: Mapping[str, Any] = {
     "no_rope_fusion": True,
     "no_gradient_accumulation_fusion": True,
     "no_persist_layer_norm": True,
-    "tokenizer_type": "NullTokenizer",
-    # 16 * TP divides 320 for TP 1, 2 and 4: the padded vocabulary, hence the loss, is the same under each.
-    "vocab_size": 320,
-    "make_vocab_size_divisible_by": 16,
-    "null_tokenizer_eod_id": EOD_TOKEN,
+    **CORPUS_FLAGS,
 }
 
 # How it is trained.
@@ -215,12 +209,13 @@ class TrainingLoop:
     Parameters
     ----------
     directory : path
-        Where initial checkpoints are kept.
+        Where initial checkpoints and corpora are kept.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
         self._checkpoints: dict[str, Path] = {}
+        self._corpora: dict[tuple[bool, int], CorpusSummary] = {}
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._pool = WorkerPool("megatron_fcp.testing.loop_rank:preload", environment)
 
@@ -248,6 +243,22 @@ class TrainingLoop:
             "megatron_fcp.testing.loop_rank:train", arguments, timeout=job.timeout, grace=job.grace
         )
         return _gather(outcomes)
+
+    def corpus(self, *, paragraphs: bool = True, max_tokens: int = 200_000) -> CorpusSummary:
+        """A part of the standard library as an indexed dataset, made once: pass ``data_path=corpus.prefix``.
+
+        Parameters
+        ----------
+        paragraphs, max_tokens
+            As for :func:`megatron_fcp.testing.corpus.build_corpus`.
+        """
+        key = (paragraphs, max_tokens)
+        if key not in self._corpora:
+            prefix = self._directory / f"corpus-{'paragraphs' if paragraphs else 'files'}-{max_tokens}" / "stdlib"
+            arguments = [{"prefix": prefix, "paragraphs": paragraphs, "max_tokens": max_tokens}]
+            outcome = self._pool.run("megatron_fcp.testing.loop_rank:write_corpus", arguments)
+            self._corpora[key] = outcome[0].value
+        return self._corpora[key]
 
     def initial_checkpoint(self, **overrides: Any) -> Path:
         """Weights to start from: a distributed checkpoint of the tests' model, as one process initialises it.

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_fcp.testing import cpu_platform
+from megatron_fcp.testing.corpus import CorpusSummary, build_corpus
 from megatron_fcp.testing.loop import RankRecord, TrainingJob
 from megatron_fcp.testing.pool import resolve
 
-__all__ = ["note", "preload", "train"]
+__all__ = ["note", "preload", "train", "write_corpus"]
 
 _notes: dict[str, Any] = {}
 
@@ -65,6 +66,11 @@ def train(argument: tuple[TrainingJob, int, int]) -> RankRecord:
         resolve(name)()
     runpy.run_path(job.script, run_name="__main__")
     return record
+
+
+def write_corpus(options: dict[str, Any]) -> CorpusSummary:
+    """:func:`megatron_fcp.testing.corpus.build_corpus` in a process that has Megatron."""
+    return build_corpus(**options)
 
 
 def _record_steps(job: TrainingJob, record: RankRecord) -> None:
