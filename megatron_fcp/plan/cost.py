@@ -1,0 +1,44 @@
+"""The few numbers a planner needs about hardware: what a piece of attention and a transfer take.
+
+Work on ``nq`` queries and ``nk`` keys of one document in one kernel call runs at ``peak * nq / (nq + q_half) * nk / (nk
++ kv_half)``, so that ``pairs = nq * nk`` take ``(nq + q_half) * (nk + kv_half)`` pair times: a rectangle costs its area
+and a rim. Everything that cuts a document adds rim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices in seconds.
+
+    Attributes
+    ----------
+    pair_s : float
+        Seconds per query-key pair (all heads of the rank) at the kernel's peak rate.
+    q_half, kv_half : float
+        Lengths at which a kernel reaches half of its peak rate.
+    kv_bytes : int
+        Bytes of K and V per token.
+    inter_bytes_per_s, intra_bytes_per_s : float
+        Bandwidth per rank and direction between nodes, and inside a node.
+    latency_s : float
+        Fixed cost of a transfer.
+    ranks_per_node : int
+        1 means one flat network.
+    """
+
+    pair_s: float
+    q_half: float
+    kv_half: float
+    kv_bytes: int
+    inter_bytes_per_s: float
+    intra_bytes_per_s: float
+    latency_s: float
+    ranks_per_node: int
+
+    def token_s(self, tier: int) -> float:
+        """Seconds per KV token on tier 0 (inside a node) or 1 (between nodes), without the latency."""
+        return self.kv_bytes / (self.inter_bytes_per_s if tier else self.intra_bytes_per_s)
