@@ -125,6 +125,37 @@ def _fork_the_checkpoint_queue() -> None:
     filesystem_async.get_write_results_queue = lambda mp_mode="fork": original(mp_mode)
 
 
+def _resume_distributed_optimizer() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    owner: Any = DistributedOptimizer
+    sharded_state_dict = owner.sharded_state_dict
+    load_state_dict = owner.load_state_dict
+    set_states = owner._set_main_param_and_optimizer_states
+
+    def with_allocated_state(self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
+        adam = self.optimizer
+        if is_loading and isinstance(adam, torch.optim.Adam) and not adam.state:
+            for parameter in (p for group in adam.param_groups for p in group["params"]):
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+        return sharded_state_dict(self, model_state, is_loading, *args, **kwargs)
+
+    def with_own_steps(self: Any, state_dict: Any) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    @torch.no_grad()
+    def without_step(self: Any, model_param: Any, tensors: Any) -> None:
+        set_states(self, model_param, {**tensors, "step": None})
+
+    owner.sharded_state_dict = with_allocated_state
+    owner.load_state_dict = with_own_steps
+    owner._set_main_param_and_optimizer_states = without_step
+
+
 GAPS: tuple[Gap, ...] = (
     Gap(
         "built dataset helper",
@@ -157,6 +188,15 @@ GAPS: tuple[Gap, ...] = (
         "saving starts a helper process by spawn, which imports the training script again, there without this platform "
         "and for seconds; fork, which needs care only next to CUDA, does neither",
         _fork_the_checkpoint_queue,
+    ),
+    Gap(
+        "resuming the distributed optimizer",
+        "megatron/core/optimizer/distrib_optimizer.py DistributedOptimizer",
+        "with torch's Adam in place of the fused ones, loading a --use-distributed-optimizer checkpoint fails in "
+        "state_dict(), which wants a step number before there is any state; then every parameter is given one and the "
+        "same step tensor, so that a step counts once per parameter; then the step is overwritten or asked for among "
+        "the loaded tensors, and fp32 parameters are written to outside no_grad",
+        _resume_distributed_optimizer,
     ),
 )
 

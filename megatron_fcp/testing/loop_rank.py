@@ -64,7 +64,11 @@ def train(argument: tuple[TrainingJob, int, int]) -> RankRecord:
     _record_steps(job, record)
     for name in job.before:
         resolve(name)()
-    runpy.run_path(job.script, run_name="__main__")
+    try:
+        runpy.run_path(job.script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):  # Megatron leaves through sys.exit(0) at --exit-interval
+            raise
     return record
 
 
