@@ -91,15 +91,15 @@ class Slot:
     stage: int  # pull: the stage that what arrives belongs to
 
 
-def pass_steps(slots: list[Slot], num_stages: int) -> tuple[Step, ...]:
+def pass_steps(slots: list[Slot], stage_tokens: list[int]) -> tuple[Step, ...]:
     """Steps of a forward (pulls only) or backward (pulls and pushes) pass of one rank.
 
     Parameters
     ----------
     slots : list of Slot
         The rank's exchanges in shared order.
-    num_stages : int
-        Stages with the local one.
+    stage_tokens : list of int
+        KV tokens of each stage, the local one first. Remote stages that receive nothing take no step.
     """
     steps: list[Step] = []
     done = -1
@@ -109,7 +109,8 @@ def pass_steps(slots: list[Slot], num_stages: int) -> tuple[Step, ...]:
         nonlocal done
         while done < stage:
             done += 1
-            steps.append(Compute(done))
+            if done == LOCAL or stage_tokens[done]:
+                steps.append(Compute(done))
 
     def reduce_down_to(kept: int) -> None:
         while len(pushes) > kept:
@@ -130,7 +131,7 @@ def pass_steps(slots: list[Slot], num_stages: int) -> tuple[Step, ...]:
             if exchange.recvs:
                 pushes.append(exchange)
         steps.append(exchange)
-    attend(num_stages - 1)
+    attend(len(stage_tokens) - 1)
     reduce_down_to(0)
     return tuple(_with_releases(steps))
 

@@ -133,6 +133,7 @@ def derive_rank_plan(
             else (int(push.after_pull[s.exchange.round]), 1 + s.exchange.round)
         ),
     )
+    tokens = [stage.kv_tokens for stage in stages]
     return RankPlan(
         rank=rank,
         cp_size=placement.cp_size,
@@ -141,8 +142,8 @@ def derive_rank_plan(
         position_ids=frozen(position),
         document_ids=frozen(document),
         stages=tuple(stages),
-        forward=pass_steps(pull_slots, len(stages)),
-        backward=pass_steps(merged, len(stages)),
+        forward=pass_steps(pull_slots, tokens),
+        backward=pass_steps(merged, tokens),
     )
 
 
