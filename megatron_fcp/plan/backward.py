@@ -76,9 +76,8 @@ def _ready_and_height(schedule: CommSchedule, placement: Placement) -> tuple[Int
     """Pull round after which a transfer's push may go, and its height over the leaves of the block's tree."""
     round_, src, dst, block = transfer_arrays(schedule)
     ready = np.zeros(round_.size, dtype=np.int64)
-    for rank in np.unique(dst).tolist():
+    for rank, ends in enumerate(schedule.stage_ends):
         mine = np.flatnonzero(dst == rank)
-        ends: IntArray = schedule.stage_ends[rank]
         ready[mine] = ends[np.searchsorted(ends, round_[mine])]
     height = np.zeros(round_.size, dtype=np.int64)
     if (placement.block_rank[block] == src).all():
@@ -99,8 +98,7 @@ def _ready_and_height(schedule: CommSchedule, placement: Placement) -> tuple[Int
 def _next_stage_end(schedule: CommSchedule, ranks: IntArray, ready: int) -> int:
     """Pull round that every pushing rank has posted by then anyway: the end of its next stage."""
     latest = ready
-    for rank in ranks.tolist():
-        ends: IntArray = schedule.stage_ends[rank]
+    for ends in (schedule.stage_ends[int(rank)] for rank in ranks):
         following = np.searchsorted(ends, ready, side="right")
         latest = max(latest, int(ends[following]) if following < ends.size else schedule.num_rounds - 1)
     return latest
@@ -121,21 +119,9 @@ def _split_rounds(messages: Messages, cp_size: int, ranks_per_node: int) -> list
     for t in (0, 1):
         chosen = np.flatnonzero(tier == t)
         color[chosen] = color_edges(messages.src[chosen], messages.dst[chosen], cp_size)
-    out: list[Messages] = []
-    for c in range(int(color.max()) + 1):
-        members = np.flatnonzero(color == c)
-        members = members[np.lexsort((messages.dst[members], messages.src[members]))]
-        pieces = [messages.block[messages.ptr[m] : messages.ptr[m + 1]] for m in members]
-        ptr = np.append(0, np.cumsum([p.size for p in pieces]))
-        out.append(
-            Messages(
-                frozen(messages.src[members]),
-                frozen(messages.dst[members]),
-                frozen(ptr),
-                frozen(np.concatenate(pieces)),
-            )
-        )
-    return out
+    order = np.lexsort((messages.dst, messages.src, color))
+    edges = np.searchsorted(color[order], np.arange(1, int(color.max()) + 1))
+    return [messages.take(members) for members in np.split(order, edges)]
 
 
 def _assemble(rounds: list[tuple[int, Messages]]) -> PushSchedule:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,24 +93,21 @@ def check_lengths(lengths: Sequence[int] | NDArray[np.generic], what: str = "len
     Raises
     ------
     ValueError
-        If one is negative, not an integer, or past the range of int64; names its position and value.
+        If one is negative, not an integer, or past ``MAX_TOKENS``; names its position and value.
     """
     if isinstance(lengths, np.ndarray) and lengths.ndim != 1:
         raise ValueError(f"document {what}s must be one flat list of integers, got an array of shape {lengths.shape}")
-    if isinstance(lengths, np.ndarray) and lengths.dtype.kind == "i":
-        values = lengths.astype(np.int64)
-    else:
-        items: list[object] = lengths.tolist() if isinstance(lengths, np.ndarray) else list(lengths)
+    items: list[object] = lengths.tolist() if isinstance(lengths, np.ndarray) else list(lengths)
+    if not set(map(type, items)) <= {int}:
         for position, item in enumerate(items):
             if isinstance(item, bool) or not isinstance(item, Integral):
                 raise ValueError(f"document {what} {item!r} (document {position}) is not an integer")
-            if int(item) > MAX_TOKENS:
-                raise ValueError(f"document {what} {item} (document {position}) is past the limit of {MAX_TOKENS}")
-        values = np.array([max(int(item), -1) for item in items if isinstance(item, Integral)], dtype=np.int64)
-    if (values < 0).any():
-        position = int(np.flatnonzero(values < 0)[0])
-        raise ValueError(f"document {what} {lengths[position]} (document {position}) is negative")
-    return values
+    integers = [int(cast(int, item)) for item in items]
+    if integers and not (min(integers) >= 0 and max(integers) <= MAX_TOKENS):
+        position = next(i for i, item in enumerate(integers) if not 0 <= item <= MAX_TOKENS)
+        problem = "is negative" if integers[position] < 0 else f"is past the limit of {MAX_TOKENS}"
+        raise ValueError(f"document {what} {integers[position]} (document {position}) {problem}")
+    return np.array(integers, dtype=np.int64)
 
 
 def build_block_table(

@@ -14,6 +14,7 @@ from megatron_fcp.config import FcpConfig, check_at_least
 from megatron_fcp.plan.arrays import IntArray, frozen
 from megatron_fcp.plan.backward import PushSchedule, reverse_schedule
 from megatron_fcp.plan.blocks import BlockTable, build_block_table
+from megatron_fcp.plan.layout import PlanLayout, build_layout
 from megatron_fcp.plan.placement import Placement, place_blocks
 from megatron_fcp.plan.rank_plan import RankPlan, derive_rank_plan
 from megatron_fcp.plan.schedule import CommSchedule, schedule_rounds
@@ -55,6 +56,11 @@ class Plan:
         return reverse_schedule(self.schedule, self.placement, self.ranks_per_node)
 
     @cached_property
+    def layout(self) -> PlanLayout:
+        """Where the tokens of every message lie on both ends."""
+        return build_layout(self.table, self.placement, self.schedule, self.push)
+
+    @cached_property
     def digest(self) -> str:
         """sha256 over every decision in canonical little-endian bytes; equal plans have equal digests."""
         table, schedule = self.table, self.schedule
@@ -72,7 +78,7 @@ class Plan:
     def rank_plan(self, rank: int) -> RankPlan:
         """What ``rank`` executes."""
         assert 0 <= rank < self.cp_size, (rank, self.cp_size)
-        return derive_rank_plan(self.table, self.placement, self.schedule, self.push, rank, self.digest)
+        return derive_rank_plan(self.table, self.placement, self.schedule, self.push, self.layout, rank, self.digest)
 
 
 def make_plan(

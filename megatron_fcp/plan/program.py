@@ -180,22 +180,33 @@ class Peak:
 
 def peak_memory(steps: tuple[Step, ...], buffer_tokens: list[int]) -> Peak:
     """Largest KV and dKV token counts held at once over a pass (each on its own)."""
-    kv: set[int] = set()
-    dkv: set[int] = set()
+    held: set[tuple[str, int]] = set()
     staged: dict[int, int] = {}
+    now = {"kv": 0, "dkv": 0}
+    most = dict(now)
+
+    def hold(kind: str, buffer: int) -> None:
+        if buffer != LOCAL and (kind, buffer) not in held:
+            held.add((kind, buffer))
+            now[kind] += buffer_tokens[buffer]
+
     backward = any(isinstance(s, Exchange) and s.kind == "push" for s in steps)
-    peak_kv = peak_dkv = 0
     for step in steps:
-        if isinstance(step, Exchange) and step.kind == "pull":
-            kv.update(s.buffer for t in step.recvs for s in t.segments)
-        elif isinstance(step, Exchange):
-            staged[step.round] = sum(t.tokens for t in step.recvs)
+        if isinstance(step, Exchange):
+            for transfer in step.recvs:
+                if step.kind == "push":
+                    staged[step.round] = staged.get(step.round, 0) + transfer.tokens
+                    now["dkv"] += transfer.tokens
+                else:
+                    hold("kv", transfer.segments[0].buffer)  # a round arrives in one stage
         elif isinstance(step, Reduce):
-            staged.pop(step.round)
-        elif isinstance(step, Compute) and step.stage != LOCAL and backward:
-            dkv.add(step.stage)
-        elif isinstance(step, Release):
-            (kv if step.kind == "kv" else dkv).discard(step.buffer)
-        peak_kv = max(peak_kv, sum(buffer_tokens[s] for s in kv))
-        peak_dkv = max(peak_dkv, sum(buffer_tokens[s] for s in dkv) + sum(staged.values()))
-    return Peak(peak_kv, peak_dkv)
+            now["dkv"] -= staged.pop(step.round)
+        elif isinstance(step, Compute):
+            if backward:
+                hold("dkv", step.stage)
+        elif (step.kind, step.buffer) in held:
+            held.remove((step.kind, step.buffer))
+            now[step.kind] -= buffer_tokens[step.buffer]
+        for kind in most:
+            most[kind] = max(most[kind], now[kind])
+    return Peak(most["kv"], most["dkv"])

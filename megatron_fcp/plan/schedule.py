@@ -78,13 +78,7 @@ def order_by_round(
 ) -> CommSchedule:
     """Sort messages by round, sender and receiver into a :class:`CommSchedule`."""
     order = np.lexsort((messages.dst, messages.src, message_round))
-    pieces = [messages.block[messages.ptr[m] : messages.ptr[m + 1]] for m in order]
-    counts = np.diff(messages.ptr)[order]
-    block = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
-    ordered = Messages(
-        frozen(messages.src[order]), frozen(messages.dst[order]), frozen(np.append(0, np.cumsum(counts))), frozen(block)
-    )
-    return CommSchedule(num_rounds, ordered, frozen(message_round[order]), stage_ends)
+    return CommSchedule(num_rounds, messages.take(order), frozen(message_round[order]), stage_ends)
 
 
 def cut_stages(num_rounds: int, rounds_per_stage: int | None) -> list[int]:

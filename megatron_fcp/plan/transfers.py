@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import IntArray, frozen, offsets
+from megatron_fcp.plan.arrays import IntArray, frozen, offsets, ranges
 from megatron_fcp.plan.blocks import BlockTable
 from megatron_fcp.plan.placement import Placement
 
@@ -30,6 +30,12 @@ class Messages:
 
     def __len__(self) -> int:
         return self.src.size
+
+    def take(self, chosen: IntArray) -> Messages:
+        """The ``chosen`` messages, in that order."""
+        counts = np.diff(self.ptr)[chosen]
+        block = self.block[ranges(self.ptr[chosen], counts)]
+        return Messages(frozen(self.src[chosen]), frozen(self.dst[chosen]), frozen(offsets(counts)), frozen(block))
 
 
 def needed_blocks(table: BlockTable, placement: Placement) -> tuple[IntArray, IntArray]:
@@ -56,7 +62,9 @@ def needed_blocks(table: BlockTable, placement: Placement) -> tuple[IntArray, In
     needed = np.arange(int(count.sum()), dtype=np.int64) + np.repeat(first[document] - offsets(count)[:-1], count)
     needing = np.repeat(rank, count)
     remote = placement.block_rank[needed] != needing
-    pair = np.unique(needing[remote] * table.num_blocks + needed[remote])
+    pair = np.sort(needing[remote] * table.num_blocks + needed[remote])
+    if table.mask == "full":  # two documents may need the same block, where one ends and the other begins
+        pair = pair[np.append(True, pair[1:] != pair[:-1])[: pair.size]]
     return frozen(pair // table.num_blocks), frozen(pair % table.num_blocks)
 
 

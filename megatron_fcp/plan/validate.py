@@ -111,7 +111,7 @@ def _check_holders(
 
 def _check_complete(table: BlockTable, placement: Placement, dst: IntArray, block: IntArray) -> None:
     rank, needed = needed_blocks(table, placement)
-    missing = np.setdiff1d(rank * table.num_blocks + needed, dst * table.num_blocks + block)
+    missing = np.setdiff1d(rank * table.num_blocks + needed, dst * table.num_blocks + block, assume_unique=True)
     if missing.size:
         raise ValueError(
             f"rank {missing[0] // table.num_blocks} needs block {missing[0] % table.num_blocks} and never receives it"

@@ -75,9 +75,18 @@ def local_fragments(table: BlockTable, local_blocks: IntArray) -> LocalFragments
     return LocalFragments(table.fragment_document[mine], block, start, start + table.fragment_length[mine])
 
 
-def local_stage(table: BlockTable, local_blocks: IntArray) -> StageWork:
+def stage_works(table: BlockTable, local_blocks: IntArray, arrived: list[IntArray]) -> list[StageWork]:
+    """Work of all stages of a rank: the local one, then one for each entry of ``arrived`` (ascending blocks)."""
+    fragments = local_fragments(table, local_blocks)
+    first, last = table.document_blocks()
+    document = fragments.document
+    stop = fragments.block if table.mask == "causal" else last[document] + 1
+    stages = [_local_stage(table, fragments, local_blocks)]
+    return stages + [_remote_stage(table, fragments, first[document], stop, blocks) for blocks in arrived]
+
+
+def _local_stage(table: BlockTable, f: LocalFragments, local_blocks: IntArray) -> StageWork:
     """Stage 0: each document's local tokens against themselves."""
-    f = local_fragments(table, local_blocks)
     first = np.flatnonzero(np.append(True, f.document[1:] != f.document[:-1])) if f.document.size else f.document
     start = f.start[first]
     stop = f.stop[np.append(first[1:], f.document.size) - 1] if first.size else first
@@ -93,15 +102,16 @@ def local_stage(table: BlockTable, local_blocks: IntArray) -> StageWork:
     )
 
 
-def remote_stage(table: BlockTable, local_blocks: IntArray, arrived: IntArray) -> StageWork:
-    """A later stage: local queries against the shared parts of the ``arrived`` blocks (any order)."""
-    arrived = np.sort(arrived)
+def _remote_stage(
+    table: BlockTable, f: LocalFragments, first_block: IntArray, stop_block: IntArray, arrived: IntArray
+) -> StageWork:
+    """A later stage: local queries against the shared parts of the ``arrived`` blocks.
+
+    ``first_block`` and ``stop_block`` bound the blocks that each fragment attends to.
+    """
     shared = table.shared_stop[arrived] - table.shared_start[arrived]
     offset = offsets(shared)
-    f = local_fragments(table, local_blocks)
-    first_block, last_block = table.document_blocks()
-    stop_block = f.block if table.mask == "causal" else last_block[f.document] + 1
-    low = np.searchsorted(arrived, first_block[f.document])
+    low = np.searchsorted(arrived, first_block)
     high = np.searchsorted(arrived, stop_block)
     used = np.flatnonzero(low < high)
     low, high, document = low[used], high[used], f.document[used]
