@@ -1,14 +1,18 @@
 """What megatron-core 0.19 cannot do without a GPU, Transformer Engine or Apex, and how each gap is closed.
 
-:data:`GAPS` is the list: a name, the file of Megatron, the reason and the function that closes it. Imports Megatron,
-so :func:`megatron_fcp.testing.cpu_torch.fake_cuda` must have run before.
+:data:`GAPS` is the list, in the order in which they are closed: a name, the file of Megatron, the reason and the
+function that closes it. Closing imports Megatron, so :func:`megatron_fcp.testing.cpu_torch.fake_cuda` must have run
+before.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import itertools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +77,42 @@ def zigzag_indices(cu_seqlens: torch.Tensor, total_tokens: int, cp_size: int, cp
     index = torch.cat(chunks) if chunks else torch.zeros(0, dtype=torch.int32)
     assert index.numel() * cp_size == total_tokens, (index.numel(), cp_size, total_tokens)
     return index
+
+
+class _TritonStandIn(types.ModuleType):
+    """A module whose every name is a decorator or call without effect: kernels get defined and are never run."""
+
+    __version__ = "0.0.0"  # compared with releases by megatron/core/ssm
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _decorate
+
+
+def _decorate(*args: Any, **kwargs: Any) -> Any:
+    is_decorator = len(args) == 1 and callable(args[0]) and not kwargs
+    return args[0] if is_decorator else _decorate
+
+
+class _TritonFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds ``triton`` and everything below it as :class:`_TritonStandIn`."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != "triton":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _TritonStandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _stand_in_for_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        sys.meta_path.append(_TritonFinder())
 
 
 def _keep_built_dataset_helper() -> None:
@@ -157,6 +197,12 @@ def _resume_distributed_optimizer() -> None:
 
 
 GAPS: tuple[Gap, ...] = (
+    Gap(
+        "triton",
+        "megatron/core/transformer/moe/ops/paged_stash.py and other definitions of kernels",
+        "triton comes with CUDA builds of torch only, and some modules import it unguarded to define kernels for GPUs",
+        _stand_in_for_triton,
+    ),
     Gap(
         "built dataset helper",
         "megatron/core/datasets/utils.py compile_helpers",
