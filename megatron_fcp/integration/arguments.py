@@ -1,0 +1,120 @@
+"""The flags, and what happens to them once Megatron has checked its own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, get_args
+
+from megatron_fcp.config import FcpConfig, Layout
+from megatron_fcp.integration import session
+from megatron_fcp.integration.refusals import check_combinations
+from megatron_fcp.integration.settings import settings_from_args
+
+_DEFAULTS = FcpConfig()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group of FCP's flags to ``parser``."""
+    group = parser.add_argument_group(
+        "flexible context parallelism (FCP)",
+        "Blocks of the packed stream on any rank, only the KV that is needed moved, in congestion-free rounds.",
+    )
+    group.add_argument(
+        "--context-parallel-backend",
+        choices=("native", "fcp"),
+        default="native",
+        help="Who runs attention across the context-parallel group: Megatron's own context parallelism, or FCP.",
+    )
+    group.add_argument(
+        "--fcp-layout",
+        choices=get_args(Layout),
+        default=_DEFAULTS.layout,
+        help="Where tokens live outside attention. reshuffle: Megatron's own sharding; Q, K, V and the output move at "
+        "every attention. resident: FCP's placement from the batch to the loss; nothing else moves.",
+    )
+    group.add_argument(
+        "--fcp-block-size",
+        type=int,
+        default=_DEFAULTS.block_size,
+        metavar="TOKENS",
+        help="Tokens per block; must divide the tokens of a rank. Default: the largest such size up to 4096.",
+    )
+    group.add_argument(
+        "--fcp-kernel",
+        default=_DEFAULTS.kernel,
+        help="Attention kernel. auto takes the best that can do the job and says why.",
+    )
+    group.add_argument(
+        "--fcp-rounds-per-stage",
+        type=int,
+        default=_DEFAULTS.rounds_per_stage,
+        metavar="N",
+        help="Communication rounds attended to by one kernel call. Default: the planner decides.",
+    )
+    group.add_argument(
+        "--fcp-blocks-per-message",
+        type=int,
+        default=_DEFAULTS.blocks_per_message,
+        metavar="N",
+        help="Blocks that one message may carry (default: %(default)s).",
+    )
+    group.add_argument(
+        "--fcp-ranks-per-node",
+        type=int,
+        default=_DEFAULTS.ranks_per_node,
+        metavar="N",
+        help="Context-parallel ranks that share a node's fast network; 1 means one flat network "
+        "(default: %(default)s).",
+    )
+    group.add_argument(
+        "--fcp-timeout",
+        type=float,
+        default=_DEFAULTS.timeout_s,
+        metavar="SECONDS",
+        help="Seconds a transfer may take before every rank stops with a report (default: %(default)s).",
+    )
+    return parser
+
+
+def wrap_add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam: Megatron's parser gets FCP's group as well."""
+
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam: after Megatron's own checks, FCP's; then the session of this run begins."""
+
+    def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> argparse.Namespace:  # noqa: B006
+        session.end()
+        validated = original(args, defaults)
+        begin_session(validated)
+        return validated
+
+    return validate_args
+
+
+def begin_session(args: argparse.Namespace) -> None:
+    """Check validated arguments and, where they ask for FCP, begin its session.
+
+    Raises
+    ------
+    ValueError
+        For values or combinations that cannot work; names flag, value, reason and remedy.
+    """
+    if getattr(args, "context_parallel_backend", "native") != "fcp":
+        return
+    settings = settings_from_args(args)
+    if not settings.own_attention:
+        return  # one rank: Megatron's own attention, and nothing of ours in its way
+    check_combinations(args)
+    # Plans replace masks: samples need no [s, s] mask from the data loader, which native packing drops as well.
+    args.create_attention_mask_in_dataloader = False
+    if settings.documents == "eod":
+        # The switch by which Megatron hands document boundaries to every tensor- and pipeline-parallel rank.
+        args.dataloader_inter_document_masking = True
+    session.begin(settings)

@@ -1,0 +1,162 @@
+"""FCP as Megatron's core attention: the module that a layer spec names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_fcp.integration import session
+from megatron_fcp.integration.packed import layout_of
+from megatron_fcp.runtime import fcp_attention, reshuffle, select_kernel
+
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class FcpCoreAttention(MegatronModule):
+    """Attention over the context-parallel group, by the plan of each batch.
+
+    Takes the constructor arguments and the call of megatron-core 0.19's core attentions. Holds no parameters and
+    nothing that belongs in a checkpoint.
+
+    Parameters
+    ----------
+    config : TransformerConfig
+    layer_number : int
+    attn_mask_type : AttnMaskType
+        Causal, with or without padding.
+    attention_type : str
+        "self".
+    attention_dropout : float, optional
+        0, or None for the configuration's.
+    softmax_scale : float, optional
+        Default: one over the square root of the channels of a key head.
+    k_channels, v_channels : int, optional
+        Channels per head, where they differ from ``config.kv_channels`` (MLA).
+    cp_comm_type : str, optional
+        Ignored: it names an exchange of Megatron's own context parallelism.
+    pg_collection : ProcessGroupCollection, optional
+        Its ``cp`` is the context-parallel group.
+
+    Raises
+    ------
+    ValueError
+        For what FCP's attention cannot do; names the setting and the way out.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _check_layer(config, attn_mask_type, attention_type, dropout)
+        run = session.required()
+        given = getattr(pg_collection, "cp", None)
+        self.comm = run.communicator(session.cp_group() if given is None else given)
+        self.head_dim_qk = k_channels or config.kv_channels
+        self.head_dim_v = v_channels or config.kv_channels
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(self.head_dim_qk)
+        self._kernel: Any = None
+        run.attention_layers += 1
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        num_splits: int | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Parameters
+        ----------
+        query : Tensor, shape [sequence, batch, num_heads, head_dim_qk] or [tokens, num_heads, head_dim_qk]
+            Of this tensor-parallel rank's heads and this context-parallel rank's tokens.
+        key, value : Tensor
+            The same with ``num_kv_heads`` and their own channels.
+        attention_mask : Tensor, optional
+            Ignored: the plan's documents are the mask.
+        attn_mask_type, attention_bias, num_splits
+            As Megatron passes them.
+        packed_seq_params : PackedSeqParams, optional
+            Carries the layout of a batch with document boundaries.
+
+        Returns
+        -------
+        Tensor, shape [sequence, batch, num_heads * head_dim_v] (batch is 1 for three-dimensional inputs)
+        """
+        if attention_bias is not None:
+            raise ValueError("attention_bias is not supported by FCP's attention; use rope or learned_absolute")
+        if attn_mask_type is not None and attn_mask_type not in CAUSAL:
+            raise ValueError(f"attention mask {attn_mask_type} is not supported by FCP's attention; use a causal one")
+        sequence, batch = (query.shape[0], 1) if query.dim() == 3 else query.shape[:2]
+        layout = layout_of(packed_seq_params, sequence * batch, batch, self.comm.rank)
+        q, k, v = (t.reshape(sequence * batch, *t.shape[-2:]) for t in (query, key, value))
+        kernel = self._kernel_for(q, k)
+        plan = layout.compiled(q.device)
+        attend = {"plan": plan, "comm": self.comm, "kernel": kernel, "softmax_scale": self.softmax_scale}
+        if session.required().settings.resident:
+            out = fcp_attention(q, k, v, **attend)
+        else:
+            route = layout.route(q.device)
+            q, k, v = reshuffle((q, k, v), route, self.comm)
+            out = fcp_attention(q, k, v, **attend)
+            (out,) = reshuffle((out,), route.reverse(), self.comm)
+        return out.reshape(sequence, batch, -1)
+
+    def _kernel_for(self, q: torch.Tensor, k: torch.Tensor) -> Any:
+        if self._kernel is None:
+            self._kernel, _ = select_kernel(
+                session.required().settings.config.kernel,
+                device=q.device,
+                dtype=q.dtype,
+                head_dim_qk=self.head_dim_qk,
+                head_dim_v=self.head_dim_v,
+                num_heads=q.shape[-2],
+                num_kv_heads=k.shape[-2],
+            )
+        return self._kernel
+
+
+def _check_layer(config: Any, attn_mask_type: AttnMaskType, attention_type: str, dropout: float) -> None:
+    """Refuse what only the model's own configuration shows; the command line was checked before."""
+    for name, value, remedy in (
+        ("attention_dropout", dropout, "set it to 0"),
+        ("window_size", config.window_size, "set it to None"),
+        ("softmax_type", None if config.softmax_type == "vanilla" else config.softmax_type, "set it to vanilla"),
+        ("fp8_dot_product_attention", config.fp8_dot_product_attention, "set it to False; FP8 linear layers work"),
+        ("fp8_multi_head_attention", config.fp8_multi_head_attention, "set it to False; FP8 linear layers work"),
+        ("attention_type", None if attention_type == "self" else attention_type, "use decoder-only models"),
+        ("attn_mask_type", None if attn_mask_type in CAUSAL else attn_mask_type, "use a causal mask"),
+    ):
+        if value:
+            raise ValueError(f"{name} {value} is not supported by FCP's attention yet; {remedy}")
+
+
+def wrap_core_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam: the layer specs of a backend name FCP's attention during a run that asks for it."""
+
+    def core_attention(self: Any) -> type:
+        return original(self) if session.current() is None else FcpCoreAttention
+
+    return core_attention
