@@ -1,0 +1,120 @@
+"""Moving tokens between two layouts, with gradients flowing back along the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_fcp.plan.arrays import IntArray
+from megatron_fcp.plan.route import RankRoute
+from megatron_fcp.runtime.transport import Message, Pending, Transport
+
+
+class CompiledRoute:
+    """A :class:`RankRoute` with its index arrays on ``device``, built once per plan.
+
+    Attributes
+    ----------
+    route : RankRoute
+    device : torch.device
+    """
+
+    def __init__(self, route: RankRoute, device: torch.device | str = "cpu") -> None:
+        self.route, self.device = route, torch.device(device)
+
+        def put(index: IntArray) -> torch.Tensor:
+            return torch.from_numpy(index.copy()).to(self.device)
+
+        self.stay_source, self.stay_destination = put(route.stay_source), put(route.stay_destination)
+        self.send_index = [put(r.send_index) for r in route.rounds]
+        self.recv_index = [put(r.recv_index) for r in route.rounds]
+        self._back: CompiledRoute | None = None
+
+    def reverse(self) -> CompiledRoute:
+        """The way back; its own reverse is this route."""
+        if self._back is None:
+            self._back = CompiledRoute(self.route.reverse(), self.device)
+            self._back._back = self
+        return self._back
+
+
+def reshuffle(
+    tensors: Sequence[torch.Tensor], route: CompiledRoute, comm: Transport | None
+) -> tuple[torch.Tensor, ...]:
+    """Move the tokens (first dimension) of several tensors in one pass.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor, shape [route.num_source, ...]
+        Such as q, k and v; any strides and dtypes.
+    route : CompiledRoute
+    comm : Transport or None
+        None at context-parallel size 1.
+
+    Returns
+    -------
+    tuple of Tensor, shape [route.num_destination, ...]
+        Tokens that the route skips are exactly 0, and so are the gradients of those that it left behind.
+
+    Raises
+    ------
+    ValueError
+        If a tensor does not have as many tokens as the route's source layout.
+    """
+    for t in tensors:
+        if t.shape[0] != route.route.num_source:
+            raise ValueError(f"the route takes {route.route.num_source} tokens; got a tensor of shape {tuple(t.shape)}")
+    rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
+    if (rank, size) != (route.route.rank, route.route.cp_size):
+        raise ValueError(
+            f"the route is that of rank {route.route.rank} of {route.route.cp_size}, "
+            f"but the communicator is rank {rank} of {size}"
+        )
+    return _Reshuffle.apply(route, comm, *tensors)
+
+
+def move(tensors: Sequence[torch.Tensor], route: CompiledRoute, comm: Transport | None) -> tuple[torch.Tensor, ...]:
+    """:func:`reshuffle` without autograd and checks."""
+    out = tuple(t.new_zeros(route.route.num_destination, *t.shape[1:]) for t in tensors)
+    travelling: list[tuple[int, Pending, list[torch.Tensor]]] = []
+    rounds = route.route.rounds
+    if comm is not None:
+        comm.position.enter("reshuffle", "", len(rounds))
+    for i, r in enumerate(rounds):
+        if r.send_peer < 0 and r.recv_peer < 0:
+            continue
+        assert comm is not None, "a route that moves tokens needs a transport"
+        comm.position.step, comm.position.round = i, f"round {i}"
+        sends: list[Message] = []
+        recvs: list[Message] = []
+        if r.send_peer >= 0:
+            sends = [(r.send_peer, t.index_select(0, route.send_index[i])) for t in tensors]
+        if r.recv_peer >= 0:
+            recvs = [(r.recv_peer, t.new_empty(r.recv_index.size, *t.shape[1:])) for t in tensors]
+        travelling.append((i, comm.post(sends, recvs), [t for _, t in recvs]))
+    for source, destination in zip(tensors, out):
+        destination.index_copy_(0, route.stay_destination, source.index_select(0, route.stay_source))
+    for i, pending, received in travelling:
+        pending.wait_recvs()
+        for part, destination in zip(received, out):
+            destination.index_copy_(0, route.recv_index[i], part)
+    for _, pending, _ in travelling:
+        pending.wait()
+    return out
+
+
+class _Reshuffle(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, route: CompiledRoute, comm: Transport | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.route, ctx.comm = route, comm
+        return move(tensors, route, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *move(grad_outputs, ctx.route.reverse(), ctx.comm))
