@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -55,6 +56,12 @@ def random_inputs(table: BlockTable, rng: np.random.Generator, dim: int = 4) -> 
     return Inputs(draw(), draw(), draw(), draw())
 
 
+@lru_cache(maxsize=64)
+def _causal(length: int) -> Array:
+    """What to add to the scores of ``length`` tokens: -inf above the diagonal."""
+    return np.triu(np.full((length, length), -np.inf), 1)
+
+
 def dense_attention(table: BlockTable, x: Inputs) -> Outputs:
     """Each document attended to in one piece, with the gradients of ``sum(out * dout)``."""
     result = Outputs(*(np.zeros_like(x.q) for _ in range(4)))
@@ -63,7 +70,7 @@ def dense_attention(table: BlockTable, x: Inputs) -> Outputs:
         q, k, v, dout = x.q[here], x.k[here], x.v[here], x.dout[here]
         scores = q @ k.T / np.sqrt(q.shape[1])
         if table.mask == "causal":
-            scores[np.triu_indices(length, 1)] = -np.inf
+            scores += _causal(length)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         out = weights @ v
@@ -76,7 +83,7 @@ def dense_attention(table: BlockTable, x: Inputs) -> Outputs:
     return result
 
 
-def execute(plan: Plan, x: Inputs, *, window: int | None = 1) -> Outputs:
+def execute(plan: Plan, x: Inputs, *, window: int | None = 1, rank_plans: Sequence[RankPlan] | None = None) -> Outputs:
     """Run forward and backward of ``plan`` on all ranks.
 
     Parameters
@@ -85,6 +92,8 @@ def execute(plan: Plan, x: Inputs, *, window: int | None = 1) -> Outputs:
     x : Inputs
     window : int or None
         Exchanges that a rank may have under way; None: any number, and transfers happen as late as they can.
+    rank_plans : sequence of RankPlan, optional
+        What the ranks execute; default: what ``plan`` tells them to.
 
     Raises
     ------
@@ -93,7 +102,8 @@ def execute(plan: Plan, x: Inputs, *, window: int | None = 1) -> Outputs:
     AssertionError
         If a rank uses a buffer before or after its time, or holds more than its plan says.
     """
-    ranks = [_Rank(plan.rank_plan(rank), x) for rank in range(plan.cp_size)]
+    rank_plans = rank_plans or [plan.rank_plan(rank) for rank in range(plan.cp_size)]
+    ranks = [_Rank(rank_plan, x) for rank_plan in rank_plans]
     for direction in ("forward", "backward"):
         network = Network(plan.cp_size, window)
         network.run([rank.run(direction == "backward", port) for rank, port in zip(ranks, network.ports)])
@@ -105,13 +115,19 @@ def execute(plan: Plan, x: Inputs, *, window: int | None = 1) -> Outputs:
     return result
 
 
-def largest_error(plan: Plan, rng: np.random.Generator, *, window: int | None = 1) -> float:
+def largest_error(
+    plan: Plan,
+    rng: np.random.Generator,
+    *,
+    window: int | None = 1,
+    rank_plans: Sequence[RankPlan] | None = None,
+) -> float:
     """Largest difference between ``plan`` executed and dense attention over out, dq, dk and dv, on random inputs.
 
     Relative to the largest value of each, at least 1. NaN where a rank read what it must not.
     """
     x = random_inputs(plan.table, rng)
-    got, want = execute(plan, x, window=window), dense_attention(plan.table, x)
+    got, want = execute(plan, x, window=window, rank_plans=rank_plans), dense_attention(plan.table, x)
     errors = [
         np.abs(a - b).max(initial=0.0) / max(1.0, np.abs(b).max(initial=0.0))
         for a, b in ((got.out, want.out), (got.dq, want.dq), (got.dk, want.dk), (got.dv, want.dv))
@@ -134,6 +150,7 @@ class _Rank:
         self.out, self.dq = np.zeros_like(self.q), np.zeros_like(self.q)
         self.lse = np.full(len(index), -np.inf)
         self.delta = np.zeros(len(index))
+        self.scale = 1 / np.sqrt(self.q.shape[1])
 
     def run(self, backward: bool, port: Port) -> Generator[Wait, None, None]:
         """Interpret one pass; yields what it waits for."""
@@ -144,15 +161,16 @@ class _Rank:
         if backward:
             self.dkv = {LOCAL: np.zeros_like(self.kv[LOCAL])}
             self.delta = (self.dout * self.out).sum(axis=1)
-        held = Peak(0, 0)
+        self.held = {"kv": 0, "dkv": 0}  # tokens beside the rank's own, now
+        self.most_held = dict(self.held)
         for step in steps:
             yield from self._step(step, backward, port)
-            held = self._most_held(held)
         yield port.posted
-        assert [*self.kv] == [LOCAL] and [*self.dkv] == [LOCAL] * backward and not self.staged, "buffers were kept"
+        kept = ([*self.kv], [*self.dkv], [*self.staged])
+        assert kept == ([LOCAL], [LOCAL] * backward, []), f"buffers were kept: KV, dKV and staged {kept}"
         assert self.computed == {s for s, work in enumerate(self.plan.stages) if s == LOCAL or work.kv_tokens}
         promised = self.plan.peak_backward if backward else self.plan.peak_forward
-        assert held == promised, (held, promised)
+        assert Peak(self.most_held["kv"], self.most_held["dkv"]) == promised, (self.most_held, promised)
 
     def _step(self, step: Step, backward: bool, port: Port) -> Generator[Wait, None, None]:
         if isinstance(step, Exchange):
@@ -170,11 +188,13 @@ class _Rank:
         elif isinstance(step, Reduce):
             yield self.ready["staged", step.round]
             for segment, array in self.staged.pop(step.round):
+                self._hold("dkv", -segment.tokens)
                 assert segment.buffer in self.dkv, f"partials for buffer {segment.buffer}, which is not open"
                 self.dkv[segment.buffer][segment.start : segment.stop] += array
         else:
             yield self.ready.get((step.kind, step.buffer), 0)
             buffer = (self.kv if step.kind == "kv" else self.dkv).pop(step.buffer)
+            self._hold(step.kind, -len(buffer))
             buffer[...] = np.nan  # whoever still holds a view of it will notice
             self.closed.add((step.kind, step.buffer))
 
@@ -186,6 +206,7 @@ class _Rank:
         def push_recv(transfer: Transfer) -> Views:
             arrays = [np.full((s.tokens, *self.kv[LOCAL].shape[1:]), np.nan) for s in transfer.segments]
             self.staged.setdefault(step.round, []).extend(zip(transfer.segments, arrays))
+            self._hold("dkv", transfer.tokens)
             return tuple(arrays)
 
         def send(transfer: Transfer) -> Views:
@@ -207,13 +228,12 @@ class _Rank:
             fill = np.nan if kind == "kv" else 0.0
             shape = (self.plan.stages[buffer].kv_tokens, *self.kv[LOCAL].shape[1:])
             buffers[buffer] = np.full(shape, fill)
+            self._hold(kind, shape[0])
         return buffers[buffer]
 
-    def _most_held(self, before: Peak) -> Peak:
-        kv = sum(len(array) for buffer, array in self.kv.items() if buffer != LOCAL)
-        dkv = sum(len(array) for buffer, array in self.dkv.items() if buffer != LOCAL)
-        staged = sum(len(array) for pieces in self.staged.values() for _, array in pieces)
-        return Peak(max(before.kv_tokens, kv), max(before.dkv_tokens, dkv + staged))
+    def _hold(self, kind: str, tokens: int) -> None:
+        self.held[kind] += tokens
+        self.most_held[kind] = max(self.most_held[kind], self.held[kind])
 
     def _attend_forward(self, work: StageWork, kv: Array) -> None:
         for q, k, scores in self._items(work, kv):
@@ -229,7 +249,7 @@ class _Rank:
     def _attend_backward(self, work: StageWork, kv: Array, dkv: Array) -> None:
         for q, k, scores in self._items(work, kv):
             weights = np.exp(scores - self.lse[q][:, None])
-            dscores = weights * (self.dout[q] @ kv[k, 1].T - self.delta[q][:, None]) / np.sqrt(self.q.shape[1])
+            dscores = weights * (self.dout[q] @ kv[k, 1].T - self.delta[q][:, None]) * self.scale
             self.dq[q] += dscores @ kv[k, 0]
             dkv[k, 0] += dscores.T @ self.q[q]
             dkv[k, 1] += weights.T @ self.dout[q]
@@ -238,11 +258,12 @@ class _Rank:
         """(queries, keys, masked scores) of each entry of a stage's work list."""
         last = 0
         for q0, q1, k0, k1 in zip(*(a.tolist() for a in (work.q_start, work.q_stop, work.kv_start, work.kv_stop))):
-            assert last <= q0 < q1 and 0 <= k0 < k1 <= len(kv), (q0, q1, k0, k1)
+            assert last <= q0 < q1, f"queries {q0}:{q1} are empty or come back after {last}"
+            assert 0 <= k0 < k1 <= len(kv), f"keys {k0}:{k1} are empty or outside the {len(kv)} of the buffer"
             last = q1
             q, k = slice(q0, q1), slice(k0, k1)
-            scores = self.q[q] @ kv[k, 0].T / np.sqrt(self.q.shape[1])
+            scores = self.q[q] @ kv[k, 0].T * self.scale
             if work.causal:
                 assert q1 - q0 == k1 - k0, (q0, q1, k0, k1)
-                scores[np.triu_indices(q1 - q0, 1)] = -np.inf
+                scores += _causal(q1 - q0)
             yield q, k, scores
