@@ -228,6 +228,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = BackwardPass(*grad_outputs, *ctx.saved_tensors, *ctx.rest).run()
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        gradients = BackwardPass(dout, *ctx.saved_tensors, *ctx.rest).run()
         return (*gradients, None, None, None, None)
