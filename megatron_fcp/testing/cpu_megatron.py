@@ -11,7 +11,6 @@ import dataclasses
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["GAPS", "Gap", "close_gaps", "zigzag_indices"]
+__all__ = ["GAPS", "Gap", "close_gaps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,41 +41,6 @@ class Gap:
     where: str
     why: str
     close: Callable[[], None]
-
-
-def zigzag_indices(cu_seqlens: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Token indices of one context-parallel rank when every document is cut into ``2 * cp_size`` zig-zag chunks.
-
-    Does what ``transformer_engine_torch.thd_get_partitioned_indices`` does, in plain torch.
-
-    Parameters
-    ----------
-    cu_seqlens : torch.Tensor
-        Document offsets, ``[num_documents + 1]``; each length is a multiple of ``2 * cp_size``.
-    total_tokens : int
-        Length of the packed stream.
-    cp_size, cp_rank : int
-        Size of the context-parallel group and rank in it.
-
-    Returns
-    -------
-    torch.Tensor
-        int32 indices into the stream, ``[total_tokens // cp_size]``.
-    """
-    offsets = cu_seqlens.tolist()
-    chunks = []
-    for start, end in itertools.pairwise(offsets):
-        size, rest = divmod(end - start, 2 * cp_size)
-        if rest:
-            raise ValueError(
-                f"document of {end - start} tokens is not divisible by 2 * context-parallel size = {2 * cp_size}; "
-                "pad documents to that multiple"
-            )
-        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            chunks.append(torch.arange(start + chunk * size, start + (chunk + 1) * size, dtype=torch.int32))
-    index = torch.cat(chunks) if chunks else torch.zeros(0, dtype=torch.int32)
-    assert index.numel() * cp_size == total_tokens, (index.numel(), cp_size, total_tokens)
-    return index
 
 
 class _TritonStandIn(types.ModuleType):
@@ -154,8 +118,14 @@ def _treat_cpu_tensors_as_device_tensors() -> None:
 def _supply_zigzag_indices() -> None:
     from megatron.core import utils
 
+    from megatron_fcp.plan.sharding import zigzag_per_document
+
+    def thd_get_partitioned_indices(offsets: torch.Tensor, num_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+        assert int(offsets[-1]) == num_tokens, (offsets, num_tokens)
+        return torch.tensor(zigzag_per_document(offsets.numpy(), cp_size)[cp_rank], dtype=torch.int32)
+
     if utils.tex is None:
-        utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=zigzag_indices)
+        utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
 
 
 def _fork_the_checkpoint_queue() -> None:

@@ -30,10 +30,12 @@ __all__ = [
     "PRETRAIN_SCRIPT",
     "TINY_MODEL",
     "TINY_RUN",
+    "Difference",
     "RankRecord",
     "TrainingJob",
     "TrainingLoop",
     "TrainingResult",
+    "compare",
     "tiny_model_args",
     "to_argv",
 ]
@@ -203,6 +205,46 @@ class TrainingResult:
     ranks: list[RankRecord]
 
 
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far a run is from its reference.
+
+    Attributes
+    ----------
+    loss : float
+        Largest relative difference of a step's loss.
+    gradient : float
+        Largest difference of a gradient element over the largest element of that reference tensor.
+    name : str
+        The tensor in which `gradient` was found; empty when neither run has gradients.
+    """
+
+    loss: float
+    gradient: float
+    name: str
+
+
+def compare(result: TrainingResult, reference: TrainingResult) -> Difference:
+    """Compare losses and first-step gradients of two runs of the same model.
+
+    Raises
+    ------
+    ValueError
+        When the runs have different numbers of steps or different parameters.
+    """
+    if len(result.losses) != len(reference.losses) or not reference.losses:
+        raise ValueError(f"runs of {len(result.losses)} and {len(reference.losses)} steps cannot be compared")
+    if unmatched := sorted(result.gradients.keys() ^ reference.gradients.keys()):
+        raise ValueError(f"gradients of one run only: {unmatched}")
+    loss = max(abs(a - b) / abs(b) for a, b in zip(result.losses, reference.losses, strict=True))
+    worst = [
+        (float(np.abs(result.gradients[name] - expected).max() / np.abs(expected).max()), name)
+        for name, expected in reference.gradients.items()
+    ]
+    gradient, name = max(worst, default=(0.0, ""))
+    return Difference(loss, gradient, name)
+
+
 class TrainingLoop:
     """Runs training jobs; keep one per test session.
 
@@ -244,6 +286,10 @@ class TrainingLoop:
         )
         return _gather(outcomes)
 
+    def call(self, function: str, argument: Any) -> Any:
+        """``function(argument)``, named ``"module:function"``, in one fresh process that has Megatron imported."""
+        return self._pool.run(function, [argument])[0].value
+
     def corpus(self, *, paragraphs: bool = True, max_tokens: int = 200_000) -> CorpusSummary:
         """A part of the standard library as an indexed dataset, made once: pass ``data_path=corpus.prefix``.
 
@@ -255,9 +301,8 @@ class TrainingLoop:
         key = (paragraphs, max_tokens)
         if key not in self._corpora:
             prefix = self._directory / f"corpus-{'paragraphs' if paragraphs else 'files'}-{max_tokens}" / "stdlib"
-            arguments = [{"prefix": prefix, "paragraphs": paragraphs, "max_tokens": max_tokens}]
-            outcome = self._pool.run("megatron_fcp.testing.loop_rank:write_corpus", arguments)
-            self._corpora[key] = outcome[0].value
+            options = {"prefix": prefix, "paragraphs": paragraphs, "max_tokens": max_tokens}
+            self._corpora[key] = self.call("megatron_fcp.testing.loop_rank:write_corpus", options)
         return self._corpora[key]
 
     def initial_checkpoint(self, **overrides: Any) -> Path:

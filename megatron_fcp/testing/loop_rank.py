@@ -6,6 +6,7 @@ Recording wraps ``megatron.training.training.train_step`` in the forked process 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import runpy
 import sys
@@ -20,6 +21,20 @@ from megatron_fcp.testing.pool import resolve
 
 __all__ = ["note", "preload", "train", "write_corpus"]
 
+# Megatron's loop and what it and PyTorch import late in every run.
+_PRELOADED = (
+    "megatron.training",
+    "megatron.training.datasets.sft_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.helpers",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.tokenizers.text.libraries",
+    "megatron.core.tokenizers.text.models.default_tokenizer",
+    "torch._dynamo",
+)
+
 _notes: dict[str, Any] = {}
 
 
@@ -29,12 +44,12 @@ def note(key: str, value: Any) -> None:
 
 
 def preload() -> None:
-    """Import what every training job needs, in the server process."""
+    """Import, in the server process, what every training job would import by itself otherwise."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # every module of Megatron says that Transformer Engine is absent
         active = cpu_platform.install()
-        import megatron.core.dist_checkpointing
-        import megatron.training  # noqa: F401
+        for name in _PRELOADED:
+            importlib.import_module(name)
     assert active, "the CPU platform is for machines without a GPU; hide it with CUDA_VISIBLE_DEVICES="
 
 
