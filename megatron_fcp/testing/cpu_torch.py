@@ -63,6 +63,8 @@ def _answer(owner: Any, value: Any, *names: str) -> None:
 
 def _fake_devices() -> None:
     """Device discovery: one device, number 0, new enough for Megatron's architecture checks."""
+    # megatron/training/arguments.py asks for this under tensor or context parallelism on such a device.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cuda: Any = torch.cuda
     _answer(cuda, True, "is_available", "is_initialized", "is_bf16_supported")
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

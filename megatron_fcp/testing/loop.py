@@ -74,7 +74,6 @@ TINY_MODEL: Mapping[str, Any] = {
 
 # How it is trained.
 TINY_RUN: Mapping[str, Any] = {
-    "distributed_backend": "gloo",
     "distributed_timeout_minutes": 2,
     "mock_data": True,
     "split": "100,0,0",
@@ -258,8 +257,7 @@ class TrainingLoop:
         self._directory = Path(directory)
         self._checkpoints: dict[str, Path] = {}
         self._corpora: dict[tuple[bool, int], CorpusSummary] = {}
-        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self._pool = WorkerPool("megatron_fcp.testing.loop_rank:preload", environment)
+        self._pool = WorkerPool("megatron_fcp.testing.loop_rank:preload", {"CUDA_VISIBLE_DEVICES": ""})
 
     def __enter__(self) -> TrainingLoop:
         return self
