@@ -168,9 +168,11 @@ class _Rank:
         yield port.posted
         kept = ([*self.kv], [*self.dkv], [*self.staged])
         assert kept == ([LOCAL], [LOCAL] * backward, []), f"buffers were kept: KV, dKV and staged {kept}"
-        assert self.computed == {s for s, work in enumerate(self.plan.stages) if s == LOCAL or work.kv_tokens}
+        due = {s for s, work in enumerate(self.plan.stages) if s == LOCAL or work.kv_tokens}
+        assert self.computed == due, f"stages {due - self.computed} were left out"
         promised = self.plan.peak_backward if backward else self.plan.peak_forward
-        assert Peak(self.most_held["kv"], self.most_held["dkv"]) == promised, (self.most_held, promised)
+        most_held = Peak(self.most_held["kv"], self.most_held["dkv"])
+        assert most_held == promised, f"rank {self.plan.rank} held {most_held}, but its plan promised {promised}"
 
     def _step(self, step: Step, backward: bool, port: Port) -> Generator[Wait, None, None]:
         if isinstance(step, Exchange):
@@ -240,7 +242,8 @@ class _Rank:
             top = scores.max(axis=1)
             weights = np.exp(scores - top[:, None])
             total = weights.sum(axis=1)
-            lse = np.logaddexp(self.lse[q], top + np.log(total))
+            with np.errstate(invalid="ignore"):  # NaN read by mistake is for the comparison to find
+                lse = np.logaddexp(self.lse[q], top + np.log(total))
             self.out[q] = np.exp(self.lse[q] - lse)[:, None] * self.out[q] + np.exp(top - lse)[:, None] * (
                 weights @ kv[k, 1]
             )
