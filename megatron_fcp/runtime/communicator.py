@@ -102,7 +102,7 @@ class Communicator:
             interval_s=interval,
             grace_s=self._grace + 2 * interval,
             name=self._title,
-            size=self.size,
+            global_ranks=self.global_ranks,
         )
         weakref.finalize(self, self._watch.stop)
 
@@ -283,7 +283,7 @@ class Communicator:
         self._abort()
         states = self._board.collect(self._grace)
         states[self.rank] = state
-        cause = explain(states, self.size) if len(states) > 1 or self._board.reachable else self._alone(state)
+        cause = explain(states, self.global_ranks) if len(states) > 1 or self._board.reachable else self._alone(state)
         what = f"took longer than {self.timeout_s:g} s" if late else "broke off"
         report = (
             f"FCP group {self._title}: on rank {self.rank}, to {text} in {self.position} {what}\n{cause}\n({error})"

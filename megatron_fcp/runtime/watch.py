@@ -79,8 +79,17 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def explain(states: dict[int, RankState], size: int) -> str:
-    """The cause in the first lines, then where every rank is."""
+def explain(states: dict[int, RankState], global_ranks: Sequence[int]) -> str:
+    """The cause in the first lines, then where every rank is.
+
+    Parameters
+    ----------
+    states : dict
+        By rank in the group; ranks that did not post are missing.
+    global_ranks : sequence of int
+        Global rank of each rank of the group.
+    """
+    size = len(global_ranks)
     silent = [r for r in range(size) if r not in states]
     lost = {r for s in states.values() for r in s.lost}
     lines: list[str] = []
@@ -98,8 +107,9 @@ def explain(states: dict[int, RankState], size: int) -> str:
             "cause: every rank is alive and waits for another one: they do not execute the same plan, "
             "or not the same number of layers"
         )
-    for r in range(size):
-        lines.append(f"  rank {r} " + (str(states[r]) if r in states else "gave no sign of life"))
+    for r, global_rank in enumerate(global_ranks):
+        name = f"rank {r}" if r == global_rank else f"rank {r} (global rank {global_rank})"
+        lines.append(f"  {name} " + (str(states[r]) if r in states else "gave no sign of life"))
     return "\n".join(lines)
 
 
@@ -178,6 +188,8 @@ class Watch:
     grace_s : float
         Seconds that the main thread gets to fail by itself after an alarm.
     name : str
+        Of the group, for reports.
+    global_ranks : sequence of int
     """
 
     def __init__(
@@ -189,10 +201,10 @@ class Watch:
         interval_s: float,
         grace_s: float,
         name: str,
-        size: int,
+        global_ranks: Sequence[int],
     ) -> None:
         self._board, self._state, self._overdue = board, state, overdue
-        self._interval, self._grace, self._name, self._size = interval_s, grace_s, name, size
+        self._interval, self._grace, self._name, self._global_ranks = interval_s, grace_s, name, global_ranks
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"watch of {name}", daemon=True)
         self._thread.start()
@@ -224,7 +236,7 @@ class Watch:
             return
         states = self._board.collect(0.0)
         reason = late or "another rank reports that FCP's traffic stands still"
-        report = f"FCP group {self._name}: {reason}; this process ends\n{explain(states, self._size)}\n"
+        report = f"FCP group {self._name}: {reason}; this process ends\n{explain(states, self._global_ranks)}\n"
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(report)
             sys.stderr.flush()

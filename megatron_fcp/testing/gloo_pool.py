@@ -90,10 +90,13 @@ class GlooPool:
 
 
 def preload() -> None:
-    """Import what every job needs, and compile the planner's numba functions, before the server forks."""
+    """Import what every job needs, and load the planner's compiled functions, before the server forks."""
     from megatron_fcp.plan import make_plan
+    from megatron_fcp.testing import attention_check
 
-    make_plan([8], cp_size=2, tokens_per_rank=4)
+    plan = make_plan([16], cp_size=2, tokens_per_rank=8)
+    assert plan.rank_plan(0).num_tokens == 8
+    attention_check.random_inputs(plan, attention_check.Model(), 0)
 
 
 def work(call: _Call) -> Any:
@@ -105,10 +108,9 @@ def work(call: _Call) -> Any:
     comm = Communicator.create(range(call.size), call.timeout_s, "test")
     try:
         value = resolve(call.function)(comm, *call.args)
-        dist.barrier()
-        return value
     except BaseException:
         print(f"rank {call.rank} was in: {comm.position}", flush=True)
         raise
-    finally:
-        comm.close()
+    dist.barrier()
+    comm.close()
+    return value

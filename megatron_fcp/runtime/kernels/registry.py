@@ -5,11 +5,34 @@ from __future__ import annotations
 import torch
 
 from megatron_fcp.runtime.kernels.base import Kernel, Request
+from megatron_fcp.runtime.kernels.flash_attn_2 import FlashAttention2
+from megatron_fcp.runtime.kernels.flash_attn_3 import FlashAttention3
+from megatron_fcp.runtime.kernels.flash_attn_4 import FlashAttention4
 from megatron_fcp.runtime.kernels.reference import Reference
 from megatron_fcp.runtime.kernels.torch_cpu_flash import TorchCpuFlash
+from megatron_fcp.runtime.kernels.torch_cuda_flash import TorchCudaFlash
+from megatron_fcp.runtime.kernels.transformer_engine import TransformerEngine
 
-# In order of preference. Adapters of optional packages import them when they are asked for the first time.
-KERNELS: tuple[Kernel, ...] = (TorchCpuFlash(), Reference(), Reference(precise=True))
+# In order of preference. Adapters of optional packages import them when they are asked for the first time. On GPUs the
+# order follows published speeds, nothing measured here.
+KERNELS: tuple[Kernel, ...] = (
+    TransformerEngine(),
+    FlashAttention3(),
+    FlashAttention4(),
+    FlashAttention2(),
+    TorchCudaFlash(),
+    TorchCpuFlash(),
+    TransformerEngine(deterministic=False),
+    Reference(),
+    Reference(precise=True),
+)
+
+# Kernels that "auto" passes over, and why.
+BY_NAME_ONLY: dict[str, str] = {
+    "transformer-engine-fast": "its backward gives other bits in every run; ask for it by name",
+    "reference": "slow; ask for it by name",
+    "reference-fp64": "slow; ask for it by name",
+}
 
 
 def select_kernel(
@@ -54,14 +77,14 @@ def select_kernel(
         raise ValueError(f"--fcp-kernel {name!r} is unknown; choose one of auto, {', '.join(names)}")
     request = Request(torch.device(device), dtype, head_dim_qk, head_dim_v, num_heads, num_kv_heads)
     verdicts = {kernel.name: kernel.refusal(request) for kernel in KERNELS}
-    table = "; ".join(f"{n}: {reason or 'can do it'}" for n, reason in verdicts.items())
+    table = "; ".join(f"{n}: {reason or BY_NAME_ONLY.get(n, 'can do it')}" for n, reason in verdicts.items())
     wanted = (
         f"{dtype} on {request.device.type}, head dims {head_dim_qk}/{head_dim_v}, {num_heads} heads, {num_kv_heads} KV"
     )
     if name == "auto":
-        chosen = next((kernel for kernel in KERNELS if verdicts[kernel.name] is None), None)
+        chosen = next((k for k in KERNELS if verdicts[k.name] is None and k.name not in BY_NAME_ONLY), None)
         if chosen is None:
-            raise ValueError(f"no attention kernel can do {wanted}: {table}")
+            raise ValueError(f"no fast attention kernel can do {wanted}: {table}")
         before = [f"{n}: {verdicts[n]}" for n in names[: names.index(chosen.name)]]
         return chosen, f"{chosen.name} serves {wanted}" + (f"; not {'; '.join(before)}" if before else "")
     if verdicts[name] is not None:
