@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -54,8 +55,7 @@ def register(*, launcher: bool = False) -> None:
     for seam, owner, original in places:
         if seam.wrap is None:
             continue
-        replacement = seam.wrap(original)
-        replacement.__doc__ = original.__doc__
+        replacement = functools.update_wrapper(seam.wrap(original), original)
         _hooks.append(_Hook(seam, owner, original, replacement))
         setattr(owner, seam.attribute.rpartition(".")[2], replacement)
     _replace_aliases({id(hook.original): hook.replacement for hook in _hooks if isinstance(hook.owner, ModuleType)})

@@ -195,6 +195,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "--mtp-num-layers", _in_resident(_is_set("mtp_num_layers")), "it rolls tokens in order", _RESHUFFLE, _RESIDENT
     ),
     Refusal(
+        "--mtp-num-layers",
+        lambda args: args.mtp_num_layers if args.mtp_num_layers and args.calculate_per_token_loss else None,
+        "Megatron weighs the extra losses by each rank's own number of valid tokens then",
+        "drop --calculate-per-token-loss; the loss is the mean over valid tokens without it as well",
+        "--calculate-per-token-loss under --context-parallel-backend fcp",
+    ),
+    Refusal(
         "--moe-router-load-balancing-type",
         _in_resident(_sequence_aux_loss),
         "the loss needs whole sequences",

@@ -91,6 +91,8 @@ def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         embedding = chosen.view(*positions.shape, 1, -1)
         return (embedding, *factors) if factors else embedding
 
+    # Megatron keeps embeddings by length and clears them when it builds a YaRN module.
+    forward.cache_clear = original.cache_clear  # type: ignore[attr-defined]
     return forward
 
 

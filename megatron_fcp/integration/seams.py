@@ -149,6 +149,24 @@ SEAMS: tuple[Seam, ...] = (
         loss.wrap_forward_step_calc_loss,
     ),
     Seam(
+        "megatron.core.transformer.multi_token_prediction",
+        "roll_tensor",
+        ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
+        "the loss of multi-token prediction is a mean over the whole context-parallel group as well",
+        loss.wrap_roll_tensor,
+    ),
+    Seam(
+        "megatron.core.transformer.multi_token_prediction",
+        "process_mtp_loss",
+        (
+            *("hidden_states", "labels", "loss_mask", "output_layer", "output_weight", "runtime_gather_output"),
+            *("is_training", "compute_language_model_loss", "config", "cp_group", "tp_group", "packed_seq_params"),
+            *("scale_logits_fn", "input_ids"),
+        ),
+        "divides by the number that roll_tensor returns for the loss mask",
+        markers=("loss_mask, num_tokens = roll_tensor(", "/ safe_num_tokens"),
+    ),
+    Seam(
         "megatron.core.pipeline_parallel.schedules",
         "forward_step",
         (

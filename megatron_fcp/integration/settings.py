@@ -28,8 +28,8 @@ class Settings:
         How Megatron cuts a packed batch in the reshuffle layout: the whole stream into ``2 * cp_size`` chunks
         (``--dataloader-inter-document-masking``), or every document (``--sft``).
     own_attention : bool
-        Whether FCP's attention runs. At context-parallel size 1 Megatron's own does, except for packed batches with
-        ``--transformer-impl local``, which Megatron's local attention refuses.
+        Whether FCP's attention runs. At context-parallel size 1 Megatron's own does, except where
+        ``--transformer-impl local`` has none: for packed batches and for MLA.
     """
 
     config: FcpConfig
@@ -83,12 +83,12 @@ def settings_from_args(args: Namespace) -> Settings:
     documents = documents_of(args)
     for micro_batch_size in {args.micro_batch_size, args.eval_micro_batch_size}:
         config.resolve_block_size(args.seq_length * micro_batch_size // args.context_parallel_size)
-    only_rank = args.context_parallel_size == 1
+    no_other = args.transformer_impl == "local" and (documents == "packed" or args.multi_latent_attention)
     return Settings(
         config=config,
         cp_size=args.context_parallel_size,
         seq_length=args.seq_length,
         documents=documents,
         sharding="document" if args.sft else "sequence",
-        own_attention=not only_rank or (args.transformer_impl == "local" and documents == "packed"),
+        own_attention=args.context_parallel_size > 1 or no_other,
     )
