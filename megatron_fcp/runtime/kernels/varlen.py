@@ -1,0 +1,165 @@
+"""Work lists as calls of variable-length kernels, which take packed rows and cumulative lengths.
+
+A package's kernel wants the sequences of a call one after the other, so query rows and keys that do not lie so are
+gathered (one index_select of a stage's rows; a slice where they do). KV ranges of a work list may overlap, where a rank
+holds several pieces of one document; two gradients for one row in one call would race, so such a list becomes several
+calls, each with disjoint ranges. Then no call reads or writes a row of a tensor that it does not own, every row of a
+gradient buffer is written, and a stage needs at most one packed copy of its KV.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_fcp.plan.arrays import offsets, ranges
+from megatron_fcp.runtime.kernels.base import Gradients, Kernel, Rows, WorkList
+
+
+@dataclass(frozen=True)
+class Call:
+    """Items of a work list whose KV ranges are disjoint and ascending, packed.
+
+    Attributes
+    ----------
+    rows, keys : Rows
+        Query and KV rows, item after item.
+    place : Rows
+        Where the query rows lie among the rows of the whole work list.
+    cu_seqlens_q, cu_seqlens_kv : Tensor, shape [num_items + 1], int32
+    max_seqlen_q, max_seqlen_kv : int
+        On the host, so that no kernel has to ask the device for them.
+    causal : bool
+    """
+
+    rows: Rows
+    keys: Rows
+    place: Rows
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    causal: bool
+
+
+def split_calls(work: WorkList) -> tuple[Call, ...]:
+    """Calls of a work list: each item goes into the first call whose KV ranges end before its own begins."""
+    members: list[list[int]] = []
+    ends: list[int] = []
+    for i, (_, _, kv_start, kv_stop) in enumerate(work.items):
+        call = next((n for n, end in enumerate(ends) if end <= kv_start), len(ends))
+        if call == len(ends):
+            members.append([])
+            ends.append(0)
+        members[call].append(i)
+        ends[call] = kv_stop
+    items = np.array(work.items, dtype=np.int64).reshape(-1, 4)
+    packed = offsets(items[:, 1] - items[:, 0])
+    return tuple(_call(items[chosen], packed[:-1][chosen], work) for chosen in members)
+
+
+def _call(items: np.ndarray, packed: np.ndarray, work: WorkList) -> Call:
+    device = work.cu_seqlens_q.device
+    q, kv = items[:, 1] - items[:, 0], items[:, 3] - items[:, 2]
+    return Call(
+        rows=Rows.of(ranges(items[:, 0], q), device),
+        keys=Rows.of(ranges(items[:, 2], kv), device),
+        place=Rows.of(ranges(packed, q), device),
+        cu_seqlens_q=torch.from_numpy(offsets(q).astype(np.int32)).to(device),
+        cu_seqlens_kv=torch.from_numpy(offsets(kv).astype(np.int32)).to(device),
+        max_seqlen_q=int(q.max()),
+        max_seqlen_kv=int(kv.max()),
+        causal=work.causal,
+    )
+
+
+class VarlenKernel(Kernel):
+    """A kernel of packed sequences; sub-classes say how one :class:`Call` is made."""
+
+    def padded_dims(self, dim_qk: int, dim_v: int) -> tuple[int, int]:
+        """Head dims that the kernel computes with; zeros in the surplus change neither scores nor kept columns."""
+        return dim_qk, dim_v
+
+    @abstractmethod
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward of one call on packed rows: (out [rows, heads, dim_v], natural lse [rows, heads])."""
+
+    @abstractmethod
+    def differentiate(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        call: Call,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Backward of one call on packed rows: (dq, dk, dv), every row written; ``lse`` has shape [rows, heads]."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: WorkList, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        calls = work.prepare("varlen calls", split_calls)
+        parts = [self._attend(q, k, v, call, scale) for call in calls]
+        if len(parts) == 1:
+            return parts[0]
+        out = parts[0][0].new_empty(work.rows.count, q.shape[1], v.shape[2])
+        lse = parts[0][1].new_empty(work.rows.count, q.shape[1])
+        for call, (part_out, part_lse) in zip(calls, parts):
+            call.place.put(out, part_out)
+            call.place.put(lse, part_lse)
+        return out, lse
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dim_qk, dim_v = self.padded_dims(q.shape[2], v.shape[2])
+        q_ = _pad(call.rows.take(q), dim_qk)
+        k_, v_ = _pad(call.keys.take(k), dim_qk), _pad(call.keys.take(v), dim_v)
+        out, lse = self.attend(q_, k_, v_, call, scale)
+        return out[..., : v.shape[2]], lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        work: WorkList,
+        scale: float,
+        into: Gradients,
+    ) -> None:
+        dim_qk, dim_v = self.padded_dims(q.shape[2], v.shape[2])
+        for call in work.prepare("varlen calls", split_calls):
+            dout_, out_ = _pad(call.rows.take(dout), dim_v), _pad(call.rows.take(out), dim_v)
+            q_, k_ = _pad(call.rows.take(q), dim_qk), _pad(call.keys.take(k), dim_qk)
+            v_, lse_ = _pad(call.keys.take(v), dim_v), call.rows.take(lse)
+            dq, dk, dv = self.differentiate(dout_, q_, k_, v_, out_, lse_, call, scale)
+            _add(into.dq, call.rows, dq[..., : q.shape[2]])
+            _add(into.dk, call.keys, dk[..., : q.shape[2]])
+            _add(into.dv, call.keys, dv[..., : v.shape[2]])
+
+
+def _pad(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Last dimension contiguous, as every package wants it, and zero-padded to ``dim``."""
+    if tensor.shape[2] < dim:
+        return torch.nn.functional.pad(tensor, (0, dim - tensor.shape[2]))
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _add(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
+    """``total[rows] += part``; no row occurs twice, so the sum has one order and the same bits in every run."""
+    if rows.start is not None:
+        total[rows.start : rows.start + rows.count] += part
+    else:
+        assert rows.index is not None
+        total.index_add_(0, rows.index, part.to(total.dtype))
