@@ -6,10 +6,13 @@ import argparse
 from collections.abc import Callable
 from typing import Any, get_args
 
+import torch
+
 from megatron_fcp.config import FcpConfig, Layout
 from megatron_fcp.integration import session
 from megatron_fcp.integration.refusals import check_combinations
 from megatron_fcp.integration.settings import settings_from_args
+from megatron_fcp.runtime import select_kernel
 
 _DEFAULTS = FcpConfig()
 
@@ -112,9 +115,42 @@ def begin_session(args: argparse.Namespace) -> None:
     if not settings.own_attention:
         return  # one rank: Megatron's own attention, and nothing of ours in its way
     check_combinations(args)
+    reason = kernel_for(args, settings.config.kernel)
+    if args.rank == 0:
+        tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
+        block_size = settings.config.resolve_block_size(tokens)
+        print(
+            f"> FCP: {settings.config.layout} layout, {tokens // block_size} blocks of {block_size} tokens on each of "
+            f"{settings.cp_size} ranks; kernel: {reason}",
+            flush=True,
+        )
     # Plans replace masks: samples need no [s, s] mask from the data loader, which native packing drops as well.
     args.create_attention_mask_in_dataloader = False
     if settings.documents == "eod":
         # The switch by which Megatron hands document boundaries to every tensor- and pipeline-parallel rank.
         args.dataloader_inter_document_masking = True
     session.begin(settings)
+
+
+def kernel_for(args: argparse.Namespace, name: str) -> str:
+    """Check that a kernel can do what the model needs, and say which one and why.
+
+    Raises
+    ------
+    ValueError
+        If there is no such kernel, or none can do it; lists each with its reason.
+    """
+    tp_size = args.tensor_model_parallel_size
+    kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    mla = args.multi_latent_attention
+    _, reason = select_kernel(
+        name,
+        # A tensor tells where "cuda" is: on the CPU platform it is the CPU.
+        device=torch.empty(0, device=f"cuda:{args.local_rank}" if torch.cuda.is_available() else "cpu").device,
+        dtype=args.params_dtype,
+        head_dim_qk=args.qk_head_dim + args.qk_pos_emb_head_dim if mla else args.kv_channels,
+        head_dim_v=args.v_head_dim if mla else args.kv_channels,
+        num_heads=args.num_attention_heads // tp_size,
+        num_kv_heads=(args.num_attention_heads if mla else kv_heads) // tp_size,
+    )
+    return reason

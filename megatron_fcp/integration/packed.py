@@ -32,7 +32,7 @@ def wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
         group = session.cp_group()
         boundaries = Boundaries.of_packed(offsets, run.settings.seq_length)
         layout = run.layouts.get(boundaries, group.rank())
-        run.communicator(group).agree(layout.digest)
+        run.communicator(group).agree(layout.digest, "the documents of a batch")
         setattr(self, _ATTRIBUTE, layout)
         # Not "thd": attention then keeps [sequence, batch, heads, channels] and RoPE takes one frequency per token.
         self.qkv_format = QKV_FORMAT

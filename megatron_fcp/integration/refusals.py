@@ -64,6 +64,12 @@ def _kv_heads(args: Namespace) -> object | None:
     return heads if heads < args.tensor_model_parallel_size and not args.multi_latent_attention else None
 
 
+def _attention_backend(args: Namespace) -> object | None:
+    name = args.attention_backend.name
+    # Megatron's local implementation is always unfused: there the value chooses nothing.
+    return None if name == "auto" or (name == "unfused" and args.transformer_impl == "local") else name
+
+
 def _encoder_decoder(args: Namespace) -> object | None:
     return args.decoder_seq_length if args.decoder_seq_length not in (None, args.seq_length) else None
 
@@ -159,8 +165,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--attention-backend",
-        lambda args: args.attention_backend.name if args.attention_backend.name == "local" else None,
-        "it asks for Megatron's own local attention",
+        _attention_backend,
+        "it chooses a kernel of Megatron's own attention",
         "drop it and choose with --fcp-kernel",
     ),
     Refusal(
