@@ -141,7 +141,8 @@ def build_block_table(
     if (length > num_tokens).any():  # before any sum could overflow
         position = int((length > num_tokens).argmax())
         raise ValueError(
-            f"document {position} holds {length[position]} tokens but the whole stream has only {num_tokens}"
+            f"document {position} holds {length[position]} tokens but the whole stream has only {num_tokens}; "
+            "raise the context-parallel size or the tokens per rank"
         )
     start = offsets(length)[:-1] if starts is None else check_lengths(starts, "start")
     if start.size != length.size:

@@ -1,0 +1,96 @@
+"""``megatron-fcp plan``: plan a packed stream, write its plan file, print its figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+from megatron_fcp.commands.arguments import add_kv_arguments, add_stream_arguments, plan_of
+from megatron_fcp.plan.planfile import write_plan
+from megatron_fcp.plan.report import PlanReport, report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of this command."""
+    add_stream_arguments(parser)
+    add_kv_arguments(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", metavar="FILE", help="write the plan (fcp-plan/1); gzipped if FILE ends in .gz")
+    output.add_argument("--picture", metavar="FILE", help="draw placement, load and rounds (needs matplotlib)")
+    output.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, write and print."""
+    plan = plan_of(arguments)
+    figures = report(
+        plan,
+        num_kv_heads=arguments.num_kv_heads,
+        head_dim=arguments.head_dim,
+        dtype_bytes=arguments.dtype_bytes,
+    )
+    if arguments.out is not None:
+        _writing("--out", arguments.out, lambda path: write_plan(plan, path))
+    if arguments.picture is not None:
+        from megatron_fcp.commands.picture import placement_picture
+
+        _writing("--picture", arguments.picture, lambda path: placement_picture(plan, path))
+    if arguments.json:
+        print(json.dumps(figures.to_dict(), indent=2))
+    else:
+        print(format_report(figures))
+    return 0
+
+
+def format_report(figures: PlanReport) -> str:
+    """The figures as a short table."""
+    r = figures
+    padding = 1 - r.real_tokens / (r.cp_size * r.tokens_per_rank)
+    saved = f"{r.ring_kv_tokens / r.kv_tokens:.1f} times as much" if r.kv_tokens else "FCP moves nothing"
+    rows = [
+        ("stream", f"{r.num_documents:,} documents, {r.real_tokens:,} tokens and {padding:.1%} padding, {r.mask} mask"),
+        ("blocks", f"{r.num_blocks:,} of {r.block_size:,} tokens on {r.cp_size:,} ranks"),
+        ("tokens per rank", f"{r.tokens_per_rank:,} ({r.real_tokens_min:,} to {r.real_tokens_max:,} of documents)"),
+        ("compute, max / mean", f"{r.compute_imbalance:.4f} ({r.pairs_max:,} / {r.pairs_mean:,.0f} query-key pairs)"),
+        ("rounds", f"{r.rounds:,} (lower bound {r.rounds_lower_bound:,}), {r.num_messages:,} messages"),
+        ("stages", f"up to {r.stages_max:,} with the local one; {r.push_rounds:,} push rounds in backward"),
+    ]
+    for tier in r.traffic:
+        rows.append((f"KV {tier.name}", f"received {_spread(tier.received_mean, tier.received_max, r.kv_token_bytes)}"))
+        rows.append(("", f"sent     {_spread(tier.sent_mean, tier.sent_max, r.kv_token_bytes)}"))
+    rows += [
+        ("KV moved", f"{r.kv_megabytes:,.2f} MB per layer in forward, all ranks"),
+        ("a zig-zag ring", f"{r.ring_megabytes:,.2f} MB ({saved})"),
+        (
+            "memory, forward",
+            f"{_bytes(r.forward_bytes)} on the busiest rank: {r.held_kv_tokens_forward:,} tokens of KV",
+        ),
+        (
+            "memory, backward",
+            f"{_bytes(r.backward_bytes)}: {r.held_kv_tokens_backward:,} tokens of KV, "
+            f"{r.held_dkv_tokens_backward:,} of fp32 dKV at most",
+        ),
+        ("digest", r.digest),
+    ]
+    return "\n".join(f"{name:<20} {value}" for name, value in rows)
+
+
+def _writing(flag: str, path: str, write: Callable[[str], None]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot be written: {error.strerror or error}") from error
+
+
+def _spread(mean: float, most: int, token_bytes: int) -> str:
+    return f"{mean:,.0f} tokens mean, {most:,} max per rank ({_bytes(most * token_bytes)})"
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:,.0f} B" if unit == "B" else f"{size:,.2f} {unit}"
