@@ -123,7 +123,8 @@ class ForwardPass:
                 assert isinstance(step, Release), step
                 self.kv.release(step.buffer)
         self.kv.finish()
-        return self.sum.out.to(self.q.dtype), self.sum.lse
+        out, lse = self.sum.finish()
+        return out.to(self.q.dtype), lse
 
     def _attend(self, stage: int) -> None:
         work = self.plan.work[stage]

@@ -1,8 +1,9 @@
 """Merge of partial attention outputs over disjoint sets of keys, in the stable log-sum-exp form.
 
-With partial outputs ``o_i`` and log-sum-exps ``l_i`` of the scores, the whole is ``l = log(sum_i exp(l_i))`` and
-``o = sum_i exp(l_i - l) o_i`` (Milakov and Gimelshein, arXiv 1805.02867). Only differences of log-sum-exps are
-exponentiated, so nothing overflows, and a partial without any key (``l_i = -inf``) has weight 0.
+With partial outputs ``o_i`` and log-sum-exps ``l_i`` of the scores, the whole is ``o = sum_i w_i o_i / sum_i w_i`` with
+``w_i = exp(l_i - m)`` and ``m = max_i l_i`` (Milakov and Gimelshein, arXiv 1805.02867). Nothing overflows, and a
+partial without any key (``l_i = -inf``) has weight 0. Numerator and denominator are divided only at the end: a running
+log-sum-exp would be rounded at every merge, and the error of the output would grow with their number.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Accumulator:
-    """Running output and log-sum-exp of a rank's queries.
+    """Running sums of a rank's queries; :meth:`finish` turns them into output and log-sum-exp.
 
-    Attributes
+    Parameters
     ----------
-    out : Tensor, shape [num_tokens, num_heads, head_dim_v], float32 or float64
-        Zero where no key was seen yet.
-    lse : Tensor, shape [num_tokens, num_heads], float32 or float64
-        -inf where no key was seen yet.
+    num_tokens, num_heads, head_dim_v : int
+    like : Tensor
+        Queries, for device and dtype.
     """
 
     def __init__(self, num_tokens: int, num_heads: int, head_dim_v: int, like: torch.Tensor) -> None:
         dtype = accumulator_dtype(like.dtype)
-        self.out = torch.zeros(num_tokens, num_heads, head_dim_v, dtype=dtype, device=like.device)
-        self.lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=dtype, device=like.device)
+        self._sum = torch.zeros(num_tokens, num_heads, head_dim_v, dtype=dtype, device=like.device)
+        self._weight = torch.zeros(num_tokens, num_heads, dtype=dtype, device=like.device)
+        self._peak = torch.full((num_tokens, num_heads), -torch.inf, dtype=dtype, device=like.device)
 
     def add(self, rows: Rows, out: torch.Tensor, lse: torch.Tensor, *, first: bool = False) -> None:
         """Merge a partial result.
@@ -42,21 +43,37 @@ class Accumulator:
         rows : Rows
             Query tokens that it belongs to, each at most once.
         out : Tensor, shape [num_rows, num_heads, head_dim_v]
-            Any floating dtype; ignored where ``lse`` is -inf.
+            Any floating dtype; ignored where ``lse`` is -inf. Overwritten.
         lse : Tensor, shape [num_rows, num_heads]
         first : bool
             Nothing has been added to these rows yet: copy instead of merging.
         """
-        lse = lse.to(self.lse.dtype)
-        out = out.to(self.out.dtype).masked_fill_(torch.isneginf(lse).unsqueeze(-1), 0.0)
+        lse = lse.to(self._peak.dtype)
+        nothing = torch.isneginf(lse)
+        out = out.to(self._sum.dtype).masked_fill_(nothing.unsqueeze(-1), 0.0)
         if first:
-            rows.put(self.out, out)
-            rows.put(self.lse, lse)
+            rows.put(self._sum, out)
+            rows.put(self._weight, (~nothing).to(lse.dtype))
+            rows.put(self._peak, lse)
             return
-        old_lse = rows.take(self.lse)
-        new_lse = torch.logaddexp(old_lse, lse)
-        shift = new_lse.masked_fill(torch.isneginf(new_lse), 0.0)  # -inf - -inf would be NaN
-        old_weight = torch.exp(old_lse - shift).unsqueeze(-1)
-        merged = (rows.take(self.out) * old_weight).addcmul_(out, torch.exp(lse - shift).unsqueeze(-1))
-        rows.put(self.out, merged)
-        rows.put(self.lse, new_lse)
+        old_peak = rows.take(self._peak)
+        new_peak = torch.maximum(old_peak, lse)
+        shift = new_peak.masked_fill(torch.isneginf(new_peak), 0.0)  # -inf - -inf would be NaN
+        old, new = torch.exp(old_peak - shift), torch.exp(lse - shift)
+        rows.put(self._sum, (rows.take(self._sum) * old.unsqueeze(-1)).addcmul_(out, new.unsqueeze(-1)))
+        rows.put(self._weight, (rows.take(self._weight) * old).add_(new))
+        rows.put(self._peak, new_peak)
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp; call it once.
+
+        Returns
+        -------
+        out : Tensor, shape [num_tokens, num_heads, head_dim_v], float32 or float64
+            Exactly 0 where no key was seen.
+        lse : Tensor, shape [num_tokens, num_heads]
+            -inf where no key was seen.
+        """
+        lse = self._peak + torch.log(self._weight)
+        nothing = self._weight == 0
+        return self._sum.div_(self._weight.masked_fill_(nothing, 1.0).unsqueeze(-1)), lse

@@ -7,6 +7,7 @@ the driver hosts, and call a function with their :class:`Communicator`.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -86,7 +87,7 @@ class GlooPool:
         name = f"{function.__module__}:{function.__qualname__}"
         calls = [_Call(name, args, rank, size, store.port, fcp_timeout_s) for rank in range(size)]
         outcomes = self._pool.run("megatron_fcp.testing.gloo_pool:work", calls, timeout=timeout, grace=grace)
-        return [outcome.value for outcome in outcomes]
+        return [pickle.loads(outcome.value) for outcome in outcomes]
 
 
 def preload() -> None:
@@ -94,12 +95,13 @@ def preload() -> None:
     from megatron_fcp.plan import make_plan
     from megatron_fcp.testing import attention_check
 
+    torch.use_deterministic_algorithms(True)  # also: uninitialised memory is NaN in every job
     plan = make_plan([16], cp_size=2, tokens_per_rank=8)
     assert plan.rank_plan(0).num_tokens == 8
     attention_check.random_inputs(plan, attention_check.Model(), 0)
 
 
-def work(call: _Call) -> Any:
+def work(call: _Call) -> bytes:
     """One rank: join the group, run the function, leave."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -113,4 +115,4 @@ def work(call: _Call) -> Any:
         raise
     dist.barrier()
     comm.close()
-    return value
+    return pickle.dumps(value)  # by value: the pipe's own pickler would share tensors through file descriptors
