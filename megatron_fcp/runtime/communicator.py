@@ -117,10 +117,17 @@ class Communicator:
         Parameters
         ----------
         ranks : sequence of int
-            Global ranks in the order of the context-parallel ranks.
+            Global ranks, ascending: torch.distributed numbers the members of a group in this order.
         timeout_s, name, device
             As for the class.
+
+        Raises
+        ------
+        ValueError
+            If the ranks do not ascend.
         """
+        if sorted(set(ranks)) != list(ranks):
+            raise ValueError(f"the ranks of a group must ascend, got {list(ranks)}")
         backend = "gloo" if torch.device(device).type == "cpu" else "nccl"
         setup = timedelta(seconds=max(SETUP_TIMEOUT_S, timeout_s))
 
