@@ -23,7 +23,7 @@ $(BIN)/python:
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml
 	@echo "Installing megatron-fcp, torch and megatron-core into $(VENV) (several GB; a few minutes)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[megatron,plots,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[megatron,tools,dev]'
 	@touch $@
 
 quickstart: $(VENV)/.installed

@@ -13,6 +13,7 @@ COMMANDS = {
     "tune": "find block size, stages and layout for given lengths and hardware; write them as a config file",
     "view": "write one HTML page to look at a plan: who holds what, rounds, and what happens when",
     "trace": "write a trace file for Perfetto: planned passes, and a recorded run beside them",
+    "replay": "run a plan's kernels, rank by rank, on one device; combine their times with a modelled network",
     "profile": "measure kernels and transfers of this machine; write them as a hardware file",
 }
 """Name of each sub-command, which is the name of its module here, and what it does in one line."""

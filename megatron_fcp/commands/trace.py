@@ -1,0 +1,45 @@
+"""``megatron-fcp trace``: a plan's passes as a trace file that Perfetto opens, with a recorded run beside it."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_fcp.commands.output import print_json
+from megatron_fcp.commands.scenario import add_model_arguments, add_scale_arguments, scenario_from
+from megatron_fcp.simulate.lower import plan_program
+from megatron_fcp.simulate.step import HELD_STAGES
+from megatron_fcp.simulate.trace import measured_events, read_recording, trace_events, write_trace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of this command."""
+    add_scale_arguments(parser)
+    add_model_arguments(parser)
+    parser.add_argument("--recording", metavar="FILE", help="fcp-recording/1 of a run of the same plan")
+    parser.add_argument("--output", required=True, metavar="FILE", help="trace file (JSON); open it in ui.perfetto.dev")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate forward, then backward, and write both."""
+    scenario = scenario_from(arguments)
+    plan, case = scenario.plan_with(), scenario.case
+    events, shift = [], 0.0
+    for backward in (False, True):
+        timeline = plan_program(plan, case, backward=backward, held_stages=HELD_STAGES).run()
+        events += trace_events(timeline, shift_s=shift, name="backward" if backward else "forward")
+        shift += timeline.makespan
+    measured = measured_events(read_recording(arguments.recording, plan.digest)) if arguments.recording else []
+    write_trace(arguments.output, events + measured, plan.cp_size)
+    figures = {
+        "file": arguments.output, "ranks": plan.cp_size, "planned_events": len(events),
+        "measured_events": len(measured), "planned_s": shift,
+    }  # fmt: skip
+    if arguments.json:
+        print_json(figures)
+    else:
+        print(
+            f"{arguments.output}: {len(events):,} planned and {len(measured):,} measured events of {plan.cp_size} "
+            "ranks; open it in https://ui.perfetto.dev"
+        )
+    return 0

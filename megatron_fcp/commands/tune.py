@@ -1,0 +1,84 @@
+"""``megatron-fcp tune``: the best block size, stages and layout for given lengths and hardware, as a config file."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from typing import get_args
+
+from megatron_fcp.commands.output import duration, note, percent, print_json, print_table, progress
+from megatron_fcp.commands.scenario import add_model_arguments, add_scale_arguments, scenario_from
+from megatron_fcp.config import FcpConfig, Layout
+from megatron_fcp.config_file import write_config
+from megatron_fcp.simulate.tune import Trial, candidates, draw_curve, tune
+
+SHOWN = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of this command."""
+    add_scale_arguments(parser)
+    add_model_arguments(parser)
+    parser.add_argument("--layout", choices=get_args(Layout), help="consider this layout only")
+    parser.add_argument("--output", metavar="FILE", help="write the winner as a config file (fcp-config/1)")
+    parser.add_argument("--picture", metavar="FILE", help="draw efficiency and traffic against block size")
+    parser.add_argument("--json", action="store_true", help="print all trials as JSON, the best first")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Try the candidates, print them and write the best."""
+    scenario = scenario_from(arguments)
+    if scenario.plan is not None:
+        raise ValueError("--plan holds decisions already; tune takes --lengths or --workload")
+    layouts: tuple[Layout, ...] = (arguments.layout,) if arguments.layout else get_args(Layout)
+    configs = candidates(scenario.case, layouts)
+    start = time.perf_counter()
+    tune([scenario.case], configs[:1], model=scenario.model, parallel=scenario.parallel)
+    once = time.perf_counter() - start
+    note(f"{len(configs)} configurations, at most about {max(once * len(configs), 1):.0f} s")
+    with progress(len(configs), "trying") as step:
+        trials = tune([scenario.case], configs, model=scenario.model, parallel=scenario.parallel, step=step)
+    best = trials[0]
+    if arguments.output:
+        write_config(arguments.output, best.config, _comment(best, arguments.hardware))
+    if arguments.picture:
+        draw_curve(trials, arguments.picture)
+    if arguments.json:
+        print_json([t.as_dict() for t in trials])
+    else:
+        _print(trials)
+        print("flags: " + shlex.join(flags(best.config)))
+    return 0
+
+
+def flags(config: FcpConfig) -> list[str]:
+    """The training command's flags for ``config``."""
+    out = ["--context-parallel-backend", "fcp", "--fcp-layout", config.layout]
+    for name in ("block_size", "rounds_per_stage", "ranks_per_node"):
+        value = getattr(config, name)
+        if value is not None:
+            out += [f"--fcp-{name.replace('_', '-')}", str(value)]
+    return out
+
+
+def _comment(best: Trial, hardware: str) -> str:
+    return (
+        f"written by megatron-fcp tune for {hardware}\n"
+        f"simulated attention: {duration(best.seconds)} per layer, forward {percent(best.forward)}, "
+        f"backward {percent(best.backward)} of the kernels' speed"
+    )
+
+
+def _print(trials: list[Trial]) -> None:
+    whole = trials[0].step_seconds is not None
+    rows = [
+        [
+            str(t.config.block_size), str(t.config.rounds_per_stage or "own"), t.config.layout, percent(t.forward),
+            percent(t.backward), f"{t.received_bytes / 1e6:.0f}", str(t.rounds), duration(t.seconds),
+            *([duration(t.step_seconds or 0)] if whole else []),
+        ]
+        for t in trials[:SHOWN]
+    ]  # fmt: skip
+    columns = ["block", "rounds/stage", "layout", "forward", "backward", "MB received", "rounds", "attention"]
+    print_table(f"best {len(rows)} of {len(trials)}", [*columns, *(["step"] if whole else [])], rows)
