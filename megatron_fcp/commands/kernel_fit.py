@@ -1,0 +1,78 @@
+"""Measured kernel times as the planner's cost model: a peak rate and two half lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fcp.plan.arrays import FloatArray
+from megatron_fcp.plan.work import StageWork
+
+HALF_LENGTHS = np.geomspace(1.0, 1024.0, 61)  # six per octave
+
+
+@dataclass(frozen=True)
+class KernelFit:
+    """``seconds = call_s + pair_s * sum over items of pairs * (1 + q_half / q) * (1 + kv_half / kv)``.
+
+    All but the fixed time of a call is what :mod:`megatron_fcp.plan.cost` knows.
+
+    Attributes
+    ----------
+    pair_s, q_half, kv_half : float
+    call_s : float
+    error : float
+        Root mean square of the relative errors of the fit.
+    """
+
+    pair_s: float
+    q_half: float
+    kv_half: float
+    call_s: float
+    error: float
+
+
+def fit_kernel(works: Sequence[StageWork], seconds: FloatArray) -> KernelFit:
+    """Least squares on relative errors: the two rates in closed form, the half lengths on a grid.
+
+    Parameters
+    ----------
+    works : sequence of StageWork
+        None is empty.
+    seconds : FloatArray, shape [len(works)]
+        What each took; positive.
+    """
+    assert len(works) == seconds.size
+    assert (seconds > 0).all()
+    features = np.array([_features(work) for work in works]) / seconds[:, None]
+    fixed = 1 / seconds
+    best: KernelFit | None = None
+    for q_half in HALF_LENGTHS:
+        for kv_half in HALF_LENGTHS:
+            moving = features @ np.array([1.0, q_half, kv_half, q_half * kv_half])
+            pair_s, call_s = _two_rates(moving, fixed)
+            error = float(np.sqrt(((moving * pair_s + fixed * call_s - 1) ** 2).mean()))
+            if best is None or error < best.error:
+                best = KernelFit(pair_s, float(q_half), float(kv_half), call_s, error)
+    assert best is not None
+    return best
+
+
+def _two_rates(a: FloatArray, b: FloatArray) -> tuple[float, float]:
+    """``x > 0`` and ``y >= 0`` that bring ``a x + b y`` nearest to 1."""
+    aa, ab, bb = float(a @ a), float(a @ b), float(b @ b)
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-9 * aa * bb:
+        x, y = (a.sum() * bb - b.sum() * ab) / determinant, (b.sum() * aa - a.sum() * ab) / determinant
+        if x > 0 and y >= 0:
+            return float(x), float(y)
+    return float(a.sum()) / aa, 0.0
+
+
+def _features(work: StageWork) -> tuple[float, float, float, float]:
+    """Sums over items of pairs, pairs / q, pairs / kv and pairs / (q * kv)."""
+    q, kv = (work.q_stop - work.q_start).astype(np.float64), (work.kv_stop - work.kv_start).astype(np.float64)
+    pairs = (q * q + q) / 2 if work.causal else q * kv
+    return float(pairs.sum()), float((pairs / q).sum()), float((pairs / kv).sum()), float((pairs / (q * kv)).sum())
