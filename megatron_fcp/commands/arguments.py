@@ -12,17 +12,21 @@ from typing import get_args
 
 from megatron_fcp.config import FcpConfig, Mask
 from megatron_fcp.plan import Plan, make_plan
+from megatron_fcp.plan.planfile import read_plan
 
+LARGEST = 2**31
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _TRAINING_FLAGS = (("--context-parallel-size", "--cp-size"), ("--fcp-", "--"))
+_STREAM = ("lengths", "cp_size", "tokens_per_rank")
+_PLANNER = ("block_size", "mask", "ranks_per_node", "rounds_per_stage", "blocks_per_message")
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
-    """An argparse type: an integer of at least ``lowest``."""
+    """An argparse type: an integer from ``lowest`` to ``LARGEST``."""
 
     def parse(text: str) -> int:
-        if not _INTEGER.fullmatch(text.strip()) or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {lowest}, got {text!r:.40}")
+        if not _INTEGER.fullmatch(text.strip()) or not lowest <= int(text) <= LARGEST:
+            raise argparse.ArgumentTypeError(f"must be an integer from {lowest} to {LARGEST}, got {text!r:.40}")
         return int(text)
 
     return parse
@@ -33,15 +37,14 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     stream = parser.add_argument_group("packed stream")
     stream.add_argument(
         "--lengths",
-        required=True,
         metavar="FILE",
         help="document lengths in stream order: one integer per line, or a JSON list; '-' reads standard input",
     )
-    stream.add_argument("--cp-size", required=True, type=at_least(1), metavar="N", help="context-parallel ranks")
-    stream.add_argument("--tokens-per-rank", required=True, type=at_least(1), metavar="T")
-    stream.add_argument("--mask", choices=get_args(Mask), default="causal", help="attention inside a document")
+    stream.add_argument("--cp-size", type=at_least(1), metavar="N", help="context-parallel ranks")
+    stream.add_argument("--tokens-per-rank", type=at_least(1), metavar="T", help="the stream is padded to N * T tokens")
+    stream.add_argument("--plan", metavar="FILE", help="take the plan from a file instead of planning")
     planner = parser.add_argument_group("planner")
-    defaults = FcpConfig()
+    planner.add_argument("--mask", choices=get_args(Mask), help="attention inside a document (default: causal)")
     planner.add_argument(
         "--block-size",
         type=at_least(1),
@@ -51,9 +54,8 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     planner.add_argument(
         "--ranks-per-node",
         type=at_least(1),
-        default=defaults.ranks_per_node,
         metavar="G",
-        help="ranks that share the fast network tier (default: %(default)s, one flat network)",
+        help=f"ranks that share the fast network tier (default: {FcpConfig.ranks_per_node}, one flat network)",
     )
     planner.add_argument(
         "--rounds-per-stage",
@@ -64,9 +66,8 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     planner.add_argument(
         "--blocks-per-message",
         type=at_least(1),
-        default=defaults.blocks_per_message,
         metavar="K",
-        help="blocks that one message may carry (default: %(default)s)",
+        help=f"blocks that one message may carry (default: {FcpConfig.blocks_per_message})",
     )
 
 
@@ -86,16 +87,21 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     ValueError
         Naming the flag as it is spelled here.
     """
+    given = {name for name in (*_STREAM, *_PLANNER) if getattr(arguments, name) is not None}
+    if arguments.plan is not None:
+        if given:
+            raise ValueError(f"--plan brings its own stream and settings; leave out {_flags(sorted(given))}")
+        return _read(arguments.plan)
+    if missing := [name for name in _STREAM if name not in given]:
+        raise ValueError(f"the following arguments are required: {_flags(missing)} (or --plan)")
     lengths = read_lengths(arguments.lengths)
-    config = FcpConfig(
-        block_size=arguments.block_size,
-        mask=arguments.mask,
-        ranks_per_node=arguments.ranks_per_node,
-        rounds_per_stage=arguments.rounds_per_stage,
-        blocks_per_message=arguments.blocks_per_message,
-    )
     try:
-        return make_plan(lengths, cp_size=arguments.cp_size, tokens_per_rank=arguments.tokens_per_rank, config=config)
+        return make_plan(
+            lengths,
+            cp_size=arguments.cp_size,
+            tokens_per_rank=arguments.tokens_per_rank,
+            config=FcpConfig(**{name: getattr(arguments, name) for name in _PLANNER if name in given}),
+        )
     except ValueError as error:
         message = str(error)
         for training, here in _TRAINING_FLAGS:
@@ -103,6 +109,19 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         raise ValueError(
             message if message.startswith("--") else f"--lengths {arguments.lengths}: {message}"
         ) from error
+
+
+def _flags(names: list[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
+def _read(path: str) -> Plan:
+    try:
+        return read_plan(path)
+    except OSError as error:
+        raise ValueError(f"--plan {path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"--plan: {error}") from error
 
 
 def read_lengths(source: str) -> list[int]:
@@ -140,6 +159,8 @@ def _lengths_from_json(text: str, where: str) -> list[int]:
 
 
 def _length(text: str, where: str) -> int:
+    if re.fullmatch("[+]?[0-9]{19,}", text):
+        raise ValueError(f"{where}: {text:.40} is larger than any stream")
     if not _INTEGER.fullmatch(text):
         raise ValueError(f"{where}: {text:.40} is not an integer; a length is a whole number of tokens")
     if int(text) < 0:

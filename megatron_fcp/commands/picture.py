@@ -36,7 +36,8 @@ def placement_picture(plan: Plan, path: str | os.PathLike[str]) -> None:
     except ImportError as error:
         raise ValueError("pictures need matplotlib; install it with `pip install 'megatron-fcp[plots]'`") from error
     cp_size = plan.cp_size
-    height = float(np.clip(1.2 + 0.1 * cp_size, 2.0, 9.0))
+    row = 0.16 if _two_tiers(plan) else 0.1  # inches
+    height = float(np.clip(1.2 + row * cp_size, 2.0, 9.0))
     figure = Figure(figsize=(14, 1.6 + 2 * height), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(3, 2, width_ratios=(5, 1), height_ratios=(0.55 / height, 1, 1))
@@ -60,6 +61,10 @@ def placement_picture(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def _rank_color(rank: int, cp_size: int, colors: Colormap) -> Any:
     return colors(rank if cp_size <= MANY_RANKS else (rank + 0.5) / cp_size)
+
+
+def _two_tiers(plan: Plan) -> bool:
+    return 1 < plan.ranks_per_node < plan.cp_size
 
 
 def _rank_axis(axes: Axes, cp_size: int) -> None:
@@ -130,7 +135,7 @@ def _draw_rounds(axes: Axes, plan: Plan, colors: Colormap) -> None:
         fontsize=10,
     )
     axes.set_facecolor("0.95")
-    tiers = 2 if 1 < plan.ranks_per_node < cp_size else 1
+    tiers = 1 + _two_tiers(plan)
     labelled = schedule.num_rounds * cp_size <= MAX_LABELLED_CELLS
     messages = zip(schedule.message_round.tolist(), schedule.messages.src.tolist(), schedule.messages.dst.tolist())
     corners: list[list[tuple[float, float]]] = []

@@ -81,6 +81,8 @@ def _writing(flag: str, path: str, write: Callable[[str], None]) -> None:
         write(path)
     except OSError as error:
         raise ValueError(f"{flag} {path}: cannot be written: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{flag} {path}: {error}") from error
 
 
 def _spread(mean: float, most: int, token_bytes: int) -> str:

@@ -24,6 +24,7 @@ from megatron_fcp.config import Mask
 from megatron_fcp.plan.arrays import IntArray, frozen, offsets
 
 MAX_TOKENS = 2**31  # of a document: it has up to MAX_TOKENS ** 2 query-key pairs, which must fit into int64
+MAX_BLOCKS = 2**20  # more would take minutes to plan; 4096 ranks of 32K tokens in blocks of 128 are no more
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def build_block_table(
     Raises
     ------
     ValueError
-        For lengths that are negative, not integers, overlap, or do not fit the stream.
+        For lengths that are negative, not integers, overlap, or do not fit the stream, and for absurdly many blocks.
     """
     length = check_lengths(lengths)
     if (length > num_tokens).any():  # before any sum could overflow
@@ -158,6 +159,11 @@ def build_block_table(
             "raise the context-parallel size or the tokens per rank, or pass fewer documents"
         )
     assert num_tokens % block_size == 0, (num_tokens, block_size)
+    if num_tokens // block_size > MAX_BLOCKS:
+        raise ValueError(
+            f"--fcp-block-size {block_size} cuts the stream of {num_tokens} tokens into {num_tokens // block_size} "
+            f"blocks; choose a size that makes at most {MAX_BLOCKS}"
+        )
     return _cut(start, length, num_tokens // block_size, block_size, mask)
 
 
