@@ -20,6 +20,7 @@ from megatron_fcp.runtime.buffers import DKVBuffers, KVBuffers
 from megatron_fcp.runtime.compiled import CompiledPlan
 from megatron_fcp.runtime.kernels.base import Gradients, Kernel
 from megatron_fcp.runtime.merge import Accumulator, accumulator_dtype
+from megatron_fcp.runtime.spans import span
 from megatron_fcp.runtime.transport import Transport
 
 
@@ -115,16 +116,20 @@ class ForwardPass:
         _enter(self.comm, "forward of attention", self.plan, len(steps))
         for i, step in enumerate(steps):
             _at(self.comm, i, step)
-            if isinstance(step, Exchange):
-                self.kv.pull(step)
-            elif isinstance(step, Compute):
-                self._attend(step.stage)
-            else:
-                assert isinstance(step, Release), step
-                self.kv.release(step.buffer)
+            with span("forward", step):
+                self._run(step)
         self.kv.finish()
         out, lse = self.sum.finish()
         return out.to(self.q.dtype), lse
+
+    def _run(self, step: Step) -> None:
+        if isinstance(step, Exchange):
+            self.kv.pull(step)
+        elif isinstance(step, Compute):
+            self._attend(step.stage)
+        else:
+            assert isinstance(step, Release), step
+            self.kv.release(step.buffer)
 
     def _attend(self, stage: int) -> None:
         work = self.plan.work[stage]
@@ -176,18 +181,22 @@ class BackwardPass:
         _enter(self.comm, "backward of attention", self.plan, len(steps))
         for i, step in enumerate(steps):
             _at(self.comm, i, step)
-            if isinstance(step, Exchange):
-                (self.kv.pull if step.kind == "pull" else self.dkv.push)(step)
-            elif isinstance(step, Compute):
-                self._attend(step.stage)
-            elif isinstance(step, Reduce):
-                self.dkv.reduce(step.round)
-            else:
-                (self.kv if step.kind == "kv" else self.dkv).release(step.buffer)
+            with span("backward", step):
+                self._run(step)
         self.kv.finish()
         self.dkv.finish()
         dtype = self.q.dtype
         return self.dq.to(dtype), self.dk.to(dtype), self.dv.to(dtype)
+
+    def _run(self, step: Step) -> None:
+        if isinstance(step, Exchange):
+            (self.kv.pull if step.kind == "pull" else self.dkv.push)(step)
+        elif isinstance(step, Compute):
+            self._attend(step.stage)
+        elif isinstance(step, Reduce):
+            self.dkv.reduce(step.round)
+        else:
+            (self.kv if step.kind == "kv" else self.dkv).release(step.buffer)
 
     def _attend(self, stage: int) -> None:
         work = self.plan.work[stage]

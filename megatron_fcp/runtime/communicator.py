@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron_fcp.runtime.errors import FcpError, FcpTimeout, PeerLost, PlanMismatch
+from megatron_fcp.runtime.groups import make_groups
 from megatron_fcp.runtime.transport import Message, Pending, Position
 from megatron_fcp.runtime.watch import Board, RankState, Watch, explain, name_ranks
 
@@ -108,11 +109,17 @@ class Communicator:
 
     @staticmethod
     def create(
-        ranks: Sequence[int], timeout_s: float, name: str = "fcp", *, device: torch.device | str = "cpu"
+        ranks: Sequence[int],
+        timeout_s: float,
+        name: str = "fcp",
+        *,
+        device: torch.device | str = "cpu",
+        max_ctas: int | None = None,
     ) -> Communicator:
         """Make the process group (or two, where NCCL needs gloo beside it) and its communicator.
 
-        Called by the members only.
+        Called by the members only. On GPUs it returns once every pair is connected: NCCL sets a group up in its first
+        transfer, in which all members must take part, while a plan's first round may leave some out.
 
         Parameters
         ----------
@@ -120,27 +127,19 @@ class Communicator:
             Global ranks, ascending: torch.distributed numbers the members of a group in this order.
         timeout_s, name, device
             As for the class.
+        max_ctas : int, optional
+            SMs that one of NCCL's kernels may take; see :func:`megatron_fcp.runtime.groups.nccl_options`.
 
         Raises
         ------
         ValueError
             If the ranks do not ascend.
         """
-        if sorted(set(ranks)) != list(ranks):
-            raise ValueError(f"the ranks of a group must ascend, got {list(ranks)}")
-        backend = "gloo" if torch.device(device).type == "cpu" else "nccl"
-        setup = timedelta(seconds=max(SETUP_TIMEOUT_S, timeout_s))
-
-        def make(backend: str, what: str) -> dist.ProcessGroup:
-            group = dist.new_group(
-                list(ranks), backend=backend, timeout=setup, use_local_synchronization=True, group_desc=f"{name} {what}"
-            )
-            assert isinstance(group, dist.ProcessGroup), f"global rank {dist.get_rank()} is not one of {list(ranks)}"
-            return group
-
-        group = make(backend, "transfers")
-        control = group if backend == "gloo" else make("gloo", "control")
-        return Communicator(group, timeout_s, name, device=device, control=control)
+        group, control = make_groups(ranks, max(SETUP_TIMEOUT_S, timeout_s), name, torch.device(device), max_ctas)
+        comm = Communicator(group, timeout_s, name, device=device, control=control)
+        if control is not group:
+            comm.warm_up()
+        return comm
 
     @property
     def _title(self) -> str:
@@ -149,8 +148,6 @@ class Communicator:
     def close(self) -> None:
         """Stop watching; the process group stays the caller's."""
         self._watch.stop()
-
-    # transfers
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Start one round: all sends and receives of it, in group calls of a bounded number of operations.
