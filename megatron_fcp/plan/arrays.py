@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 IntArray: TypeAlias = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float64]
 
 
 def frozen(values: ArrayLike | Iterable[int]) -> IntArray:

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from megatron_fcp.config import FcpConfig, check_at_least
 from megatron_fcp.plan.arrays import IntArray, frozen
 from megatron_fcp.plan.backward import PushSchedule, reverse_schedule
-from megatron_fcp.plan.blocks import BlockTable, build_block_table
+from megatron_fcp.plan.blocks import BlockTable, build_block_table, check_lengths
+from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.plan.layout import PlanLayout, build_layout
+from megatron_fcp.plan.makespan import choose_block_size, place_and_schedule
 from megatron_fcp.plan.placement import Placement, place_blocks
 from megatron_fcp.plan.rank_plan import RankPlan, derive_rank_plan
 from megatron_fcp.plan.schedule import CommSchedule, schedule_rounds
@@ -88,6 +90,7 @@ def make_plan(
     tokens_per_rank: int,
     config: FcpConfig | None = None,
     starts: Sequence[int] | NDArray[np.generic] | None = None,
+    hardware: CostModel | None = None,
 ) -> Plan:
     """Plan one packed stream of ``cp_size * tokens_per_rank`` tokens.
 
@@ -99,6 +102,9 @@ def make_plan(
     config : FcpConfig, optional
     starts : sequence of int, optional
         Document starts, where the stream holds padding between documents.
+    hardware : CostModel, optional
+        Plan for the smallest makespan on this hardware: chooses the block size unless ``config`` names one, stages and
+        messages, and uses the hardware's ranks per node. Causal masks only; others are planned without it.
 
     Raises
     ------
@@ -107,6 +113,8 @@ def make_plan(
     """
     config = config or FcpConfig()
     check_at_least("--context-parallel-size", cp_size, 1)
+    if hardware is not None and config.mask == "causal":
+        return _plan_for(hardware, lengths, cp_size, tokens_per_rank, config, starts)
     table = build_block_table(
         lengths,
         num_tokens=cp_size * tokens_per_rank,
@@ -123,3 +131,23 @@ def make_plan(
         rounds_per_stage=config.rounds_per_stage,
     )
     return Plan(table, placement, schedule, config.ranks_per_node)
+
+
+def _plan_for(
+    cost: CostModel,
+    lengths: Sequence[int] | NDArray[np.generic],
+    cp_size: int,
+    tokens_per_rank: int,
+    config: FcpConfig,
+    starts: Sequence[int] | NDArray[np.generic] | None,
+) -> Plan:
+    if config.block_size is None:
+        check_at_least("tokens per rank", tokens_per_rank, 1)
+        block_size = choose_block_size(check_lengths(lengths), cp_size, tokens_per_rank, cost)
+    else:
+        block_size = config.resolve_block_size(tokens_per_rank)
+    table = build_block_table(
+        lengths, num_tokens=cp_size * tokens_per_rank, block_size=block_size, mask=config.mask, starts=starts
+    )
+    placement, schedule, _ = place_and_schedule(table, cp_size, cost)
+    return Plan(table, placement, schedule, cost.ranks_per_node)

@@ -1,0 +1,215 @@
+"""Rounds for timed transfers, and each rank's rounds cut into compute stages.
+
+A rank starts its next stage as soon as it is idle and enough has arrived; how much is enough is tried out per rank, since
+few large stages keep kernels in shape and many small ones keep a rank with little local work busy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_fcp.plan.arrays import FloatArray, IntArray
+from megatron_fcp.plan.jit import njit
+from megatron_fcp.plan.shape import BlockShapes
+from megatron_fcp.plan.swarm import Transfers
+from megatron_fcp.plan.units import Sharing
+
+# KV tokens that a rank's first remote stage waits for, and the factor by which later ones wait for more
+ENOUGH = np.array(
+    [[1.0, 1.0], [1024.0, 1.0], [1024.0, 2.0], [4096.0, 1.0], [4096.0, 2.0], [8192.0, 1.0], [16384.0, 1.0],
+     [32768.0, 1.0], [1e18, 1.0]]
+)  # fmt: skip
+
+
+@njit(cache=True)
+def message_ends(
+    transfers: Transfers, duration: FloatArray, cp_size: int, in_step: bool
+) -> FloatArray:
+    """When every message is in; ``in_step``: no rank starts a round before its last one is through on both tiers."""
+    sent, received = np.zeros((2, cp_size)), np.zeros((2, cp_size))
+    through, pending = np.zeros(cp_size), np.zeros(cp_size)
+    at = np.full(cp_size, -1, dtype=np.int64)
+    end = np.zeros(transfers.src.size)
+    for m in range(end.size):
+        s, d, t = transfers.src[m], transfers.dst[m], transfers.tier[m]
+        begin = max(sent[t, s], received[t, d])
+        for i in range(transfers.message_ptr[m], transfers.message_ptr[m + 1]):
+            if transfers.parent[i] >= 0:
+                begin = max(begin, end[transfers.parent[i]])
+        if in_step:
+            for r in (s, d):
+                if at[r] != transfers.round[m]:
+                    at[r] = transfers.round[m]
+                    through[r] = max(through[r], pending[r])
+                begin = max(begin, through[r])
+        end[m] = begin + duration[m]
+        sent[t, s] = received[t, d] = end[m]
+        pending[s], pending[d] = max(pending[s], end[m]), max(pending[d], end[m])
+    return end
+
+
+def cut_by_arrival(
+    sharing: Sharing,
+    shapes: BlockShapes,
+    owner: IntArray,
+    transfers: Transfers,
+    end: FloatArray,
+    local_s: FloatArray,
+    pair_s: float,
+    q_half: float,
+    kv_half: float,
+    keys: IntArray,
+) -> tuple[IntArray, IntArray, FloatArray]:
+    """Stage ends of all ranks, flat, their offsets (shape [cp_size + 1]) and when every rank ends.
+
+    Parameters
+    ----------
+    end : FloatArray, shape [num_messages]
+        When every message is in.
+    local_s : FloatArray, shape [cp_size]
+        Seconds of every rank's local stage.
+    keys : IntArray, shape [num_units]
+        KV tokens of every unit.
+    """
+    message = np.repeat(np.arange(transfers.src.size), np.diff(transfers.message_ptr))
+    order = np.argsort(transfers.dst[message], kind="stable")
+    message = message[order]
+    ptr = np.searchsorted(transfers.dst[message], np.arange(local_s.size + 1))
+    seen = _queries(sharing, shapes, owner, transfers, order)
+    return _cut(
+        ptr, transfers.round[message], end[message], transfers.share[order],
+        keys[transfers.unit[order]].astype(np.float64), seen, local_s, pair_s, q_half, kv_half, sharing.share_rank.size,
+    )  # fmt: skip
+
+
+@njit(cache=True)
+def _queries(
+    sharing: Sharing, shapes: BlockShapes, owner: IntArray, transfers: Transfers, order: IntArray
+) -> FloatArray:
+    """Query tokens of the receiving share that lie behind each transfer's unit."""
+    num_shares = sharing.share_rank.size
+    after = np.full(num_shares, -1, dtype=np.int64)
+    of_rank = np.full(sharing.rank_ptr.size, -1, dtype=np.int64)
+    total = np.zeros(num_shares)
+    early = np.zeros(num_shares, dtype=np.bool_)  # holds a block before one that it needs
+    for d in range(sharing.share_ptr.size - 1):
+        low, high = sharing.share_ptr[d], sharing.share_ptr[d + 1]
+        if low == high:
+            continue
+        for e in range(low, high):
+            of_rank[sharing.share_rank[e]] = e
+        first = sharing.unit_first[sharing.unit_ptr[d]]
+        last_unit = sharing.unit_ptr[d + 1] - 1
+        last = sharing.unit_first[last_unit] + sharing.unit_count[last_unit]
+        for b in range(first, last + 1):
+            e = of_rank[owner[b]]
+            total[e] += shapes.head_length[b] if shapes.head[b] == d else shapes.tail_length[b]
+            if after[e] < 0:
+                after[e] = b
+    out = np.empty(order.size)
+    for i in range(order.size):
+        e, u = transfers.share[order[i]], transfers.unit[order[i]]
+        q = total[e]
+        if sharing.unit_first[u] > after[e]:  # some of the rank's queries come before the unit: count the others
+            q = 0.0
+            d, r = sharing.share_document[e], sharing.share_rank[e]
+            last_unit = sharing.unit_ptr[d + 1] - 1
+            last = sharing.unit_first[last_unit] + sharing.unit_count[last_unit]
+            for b in range(sharing.unit_first[u] + sharing.unit_count[u], last + 1):
+                if owner[b] == r:
+                    q += shapes.head_length[b] if shapes.head[b] == d else shapes.tail_length[b]
+        out[i] = q
+    return out
+
+
+@njit(cache=True)
+def _cut(
+    ptr: IntArray,
+    round_: IntArray,
+    end: FloatArray,
+    share: IntArray,
+    keys: FloatArray,
+    queries: FloatArray,
+    local_s: FloatArray,
+    pair_s: float,
+    qh: float,
+    kh: float,
+    num_shares: int,
+) -> tuple[IntArray, IntArray, FloatArray]:
+    cp_size = local_s.size
+    ends = np.empty(round_.size, dtype=np.int64)
+    ends_ptr = np.zeros(cp_size + 1, dtype=np.int64)
+    finish = np.empty(cp_size)
+    trial = np.empty(round_.size + 1, dtype=np.int64)
+    sums = np.zeros((3, num_shares))
+    n = 0
+    for r in range(cp_size):
+        low, high = ptr[r], ptr[r + 1]
+        finish[r] = local_s[r] if low == high else np.inf
+        best = 0
+        for k in range(ENOUGH.shape[0] if low < high else 0):
+            now, stages = _run(
+                low, high, round_, end, share, keys, queries, local_s[r], pair_s, qh, kh, ENOUGH[k, 0], ENOUGH[k, 1],
+                sums, trial,
+            )  # fmt: skip
+            if now < finish[r]:
+                finish[r], best = now, stages
+                ends[n : n + stages] = trial[:stages]
+        n += best
+        ends_ptr[r + 1] = n
+    return ends[:n], ends_ptr, finish
+
+
+@njit(cache=True)
+def _run(
+    low: int,
+    high: int,
+    round_: IntArray,
+    end: FloatArray,
+    share: IntArray,
+    keys: FloatArray,
+    queries: FloatArray,
+    now: float,
+    pair_s: float,
+    qh: float,
+    kh: float,
+    enough: float,
+    growth: float,
+    sums: FloatArray,
+    ends: IntArray,
+) -> tuple[float, int]:
+    """When a rank ends that waits for ``enough`` KV tokens per stage, and how many stages it has (into ``ends``)."""
+    stages = 0
+    i = low
+    while i < high:
+        j = i
+        tokens = 0.0
+        ready = now
+        while j < high:
+            k, through, added = j, 0.0, 0.0  # a stage takes whole rounds
+            while k < high and round_[k] == round_[j]:
+                through = max(through, end[k])
+                added += keys[k]
+                k += 1
+            if through > ready and tokens >= enough:
+                break
+            ready = max(ready, through)
+            tokens += added
+            j = k
+        price = 0.0
+        for k in range(i, j):
+            e = share[k]
+            sums[0, e] += keys[k]
+            sums[1, e] += keys[k] * queries[k]
+            sums[2, e] = max(sums[2, e], queries[k])
+        for k in range(i, j):
+            e = share[k]
+            if sums[1, e] > 0:
+                price += sums[1, e] * (1 + qh / sums[2, e]) * (1 + kh / sums[0, e])
+            sums[0, e] = sums[1, e] = sums[2, e] = 0.0
+        now = ready + price * pair_s
+        ends[stages] = round_[j - 1]
+        stages += 1
+        i = j
+        enough *= growth
+    return now, stages

@@ -1,0 +1,280 @@
+"""Rounds of KV messages in which every rank that holds a unit may pass it on.
+
+Round by round, receivers ask in order of what they still lack; the sender is a holder that is free in this round, and the
+message takes those units with the fewest copies so far, so that what only a hot owner holds spreads first. Inside a
+node a unit comes in from outside once, through whichever member asks first, and goes round on the fast tier. All
+messages of a round take about equally long, so that ranks stay in step even if none starts a round before the last.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_fcp.plan.arrays import IntArray
+from megatron_fcp.plan.jit import njit
+from megatron_fcp.plan.units import Sharing
+
+
+class Transfers(NamedTuple):
+    """Unit transfers by round and message.
+
+    Attributes
+    ----------
+    message_ptr : IntArray, shape [num_messages + 1]
+        Transfers of each message.
+    src, dst, tier, round : IntArray, shape [num_messages]
+        By round.
+    unit, share, parent : IntArray, shape [num_transfers]
+        What moves, the receiver's share, and the message that brought it to the sender (-1: the sender owns it).
+    """
+
+    message_ptr: IntArray
+    src: IntArray
+    dst: IntArray
+    tier: IntArray
+    round: IntArray
+    unit: IntArray
+    share: IntArray
+    parent: IntArray
+
+
+def spread(sharing: Sharing, cp_size: int, ranks_per_node: int, fast: float, blocks_per_round: int) -> Transfers:
+    """Schedule all transfers that ``sharing`` needs.
+
+    Parameters
+    ----------
+    sharing : Sharing
+    cp_size, ranks_per_node : int
+    fast : float
+        How many times faster the tier inside a node is.
+    blocks_per_round : int
+        Blocks that a message between nodes may carry, once past the first rounds.
+    """
+    span = sharing.unit_ptr[1:] - sharing.unit_ptr[:-1]
+    words = np.append(0, np.cumsum((span[sharing.share_document] + 63) // 64))
+    node_share, node_rows = _node_shares(sharing, ranks_per_node)
+    return _spread(sharing, words, node_share, node_rows, cp_size, ranks_per_node, fast, blocks_per_round)
+
+
+def _node_shares(sharing: Sharing, ranks_per_node: int) -> tuple[IntArray, IntArray]:
+    """Index of each share's (document, node) group, and the first share of each group with the end appended."""
+    node = sharing.share_rank // ranks_per_node
+    new = np.ones(node.size, dtype=bool)
+    new[1:] = (node[1:] != node[:-1]) | (sharing.share_document[1:] != sharing.share_document[:-1])
+    return np.cumsum(new) - 1, np.append(np.flatnonzero(new), node.size)
+
+
+@njit(cache=True)
+def _spread(
+    sharing: Sharing,
+    words: IntArray,
+    node_share: IntArray,
+    node_rows: IntArray,
+    cp_size: int,
+    ranks_per_node: int,
+    fast: float,
+    blocks_per_round: int,
+) -> Transfers:
+    num_shares = sharing.share_rank.size
+    held = np.zeros(words[-1], dtype=np.uint64)
+    want = np.zeros(words[-1], dtype=np.uint64)
+    claimed = np.zeros(words[-1], dtype=np.uint64)  # by the first share of each (document, node) group
+    remaining = np.zeros(num_shares, dtype=np.int64)
+    urgency = np.zeros(cp_size, dtype=np.int64)
+    one = np.uint64(1)
+    total = 0
+    for e in range(num_shares):
+        d, r = sharing.share_document[e], sharing.share_rank[e]
+        base = sharing.unit_ptr[d]
+        c = words[node_rows[node_share[e]]]
+        for u in range(base, sharing.unit_ptr[d + 1]):
+            w, bit = (u - base) >> 6, one << np.uint64((u - base) & 63)
+            if sharing.unit_owner[u] == r:
+                held[words[e] + w] |= bit
+                claimed[c + w] |= bit
+            elif u < sharing.share_stop[e]:
+                want[words[e] + w] |= bit
+                remaining[e] += 1
+                urgency[r] += sharing.unit_count[u]
+                total += 1
+    src, dst = np.empty(total, np.int64), np.empty(total, np.int64)
+    tiers, rounds = np.empty(total, np.int64), np.empty(total, np.int64)
+    ptr = np.zeros(total + 1, np.int64)
+    unit, share, parent = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
+    by = np.full(words[-1] * 64, -1, dtype=np.int64)  # message that brought a unit to a share
+    copies = np.ones(sharing.unit_first.size, dtype=np.int64)
+    busy = np.full((2, cp_size), -1, dtype=np.int64)  # last round in which a rank sends
+    m = n = landed = 0
+    round_ = 0
+    while n < total:
+        limit = max(blocks_per_round >> max(0, 2 - round_ // 12), 1)
+        waiting = np.flatnonzero(urgency)
+        order = waiting[np.argsort(-urgency[waiting], kind="mergesort")]
+        for tier in range(1, -1, -1):
+            if tier == 0 and ranks_per_node == 1:
+                break
+            cap = limit if tier else int(limit * fast)
+            for r in order:
+                e, o = _match(
+                    r, tier, round_, cap, sharing, words, node_share, node_rows, held, want, claimed, remaining, copies,
+                    busy,
+                )  # fmt: skip
+                if e < 0:
+                    continue
+                taken = _take(e, o, tier, cap, sharing, words, node_rows[node_share[e]], held, want, claimed, copies, unit, n)
+                d = sharing.share_document[e]
+                base = sharing.unit_ptr[d]
+                s = sharing.share_rank[o]
+                for i in range(n, n + taken):
+                    u = unit[i]
+                    share[i] = e
+                    parent[i] = by[words[o] * 64 + u - base]
+                    by[words[e] * 64 + u - base] = m
+                    urgency[r] -= sharing.unit_count[u]
+                remaining[e] -= taken
+                n += taken
+                src[m], dst[m], tiers[m], rounds[m] = s, r, tier, round_
+                m += 1
+                ptr[m] = n
+                busy[tier, s] = round_
+        for i in range(landed, n):
+            e = share[i]
+            index = unit[i] - sharing.unit_ptr[sharing.share_document[e]]
+            held[words[e] + (index >> 6)] |= one << np.uint64(index & 63)
+        landed = n
+        round_ += 1
+    return Transfers(ptr[: m + 1], src[:m], dst[:m], tiers[:m], rounds[:m], unit, share, parent)
+
+
+@njit(cache=True)
+def _match(
+    r: int,
+    tier: int,
+    round_: int,
+    cap: int,
+    sharing: Sharing,
+    words: IntArray,
+    node_share: IntArray,
+    node_rows: IntArray,
+    held: IntArray,
+    want: IntArray,
+    claimed: IntArray,
+    remaining: IntArray,
+    copies: IntArray,
+    busy: IntArray,
+) -> tuple[int, int]:
+    """The receiver's and the sender's share for this round; (-1, -1) if nobody who is free has what ``r`` lacks."""
+    best_e, best_o, most = -1, -1, 0
+    for i in range(sharing.rank_ptr[r], sharing.rank_ptr[r + 1]):
+        e = sharing.rank_share[i]
+        if not remaining[e]:
+            continue
+        d = sharing.share_document[e]
+        inside_low, inside_high = node_rows[node_share[e]], node_rows[node_share[e] + 1]
+        low, high = (inside_low, inside_high) if tier == 0 else (sharing.share_ptr[d], sharing.share_ptr[d + 1])
+        num_words = words[e + 1] - words[e]
+        at, claim = words[e], words[inside_low]
+        some = False
+        for w in range(num_words):
+            some |= (want[at + w] & ~claimed[claim + w] if tier == 1 else want[at + w]) != 0
+        if not some:
+            continue
+        turn = low + (r * 5 + round_ * 3) % (high - low)
+        for j in range(high - low):
+            o = turn + j
+            if o >= high:
+                o -= high - low
+            if busy[tier, sharing.share_rank[o]] == round_ or (tier == 1 and inside_low <= o < inside_high):
+                continue
+            count = 0
+            for w in range(num_words):
+                x = want[at + w] & held[words[o] + w]
+                if tier == 1:
+                    x &= ~claimed[claim + w]
+                while x != 0:
+                    low_bit = x & (~x + np.uint64(1))
+                    count += sharing.unit_count[sharing.unit_ptr[d] + w * 64 + bit_index(low_bit)]
+                    x ^= low_bit
+                    if count >= cap:
+                        return e, o
+            if count > most:
+                best_e, best_o, most = e, o, count
+    return best_e, best_o
+
+
+@njit(cache=True)
+def _take(
+    e: int,
+    o: int,
+    tier: int,
+    cap: int,
+    sharing: Sharing,
+    words: IntArray,
+    group: int,
+    held: IntArray,
+    want: IntArray,
+    claimed: IntArray,
+    copies: IntArray,
+    unit: IntArray,
+    n: int,
+) -> int:
+    """Move the rarest units of share ``o`` that share ``e`` lacks into a message; returns how many."""
+    d = sharing.share_document[e]
+    base = sharing.unit_ptr[d]
+    taken = blocks = 0
+    while blocks < cap:
+        fewest = -1
+        for w in range(words[e + 1] - words[e]):
+            x = want[words[e] + w] & held[words[o] + w]
+            if tier == 1:
+                x &= ~claimed[words[group] + w]
+            while x != 0:
+                low_bit = x & (~x + np.uint64(1))
+                c = copies[base + w * 64 + bit_index(low_bit)]
+                if fewest < 0 or c < fewest:
+                    fewest = c
+                x ^= low_bit
+        if fewest < 0:
+            break
+        before = taken
+        for w in range(words[e + 1] - words[e]):
+            x = want[words[e] + w] & held[words[o] + w]
+            if tier == 1:
+                x &= ~claimed[words[group] + w]
+            while x != 0:
+                low_bit = x & (~x + np.uint64(1))
+                x ^= low_bit
+                u = base + w * 64 + bit_index(low_bit)
+                if copies[u] > fewest or (taken and blocks + sharing.unit_count[u] > cap):
+                    continue
+                want[words[e] + w] &= ~low_bit
+                if tier == 1:
+                    claimed[words[group] + w] |= low_bit
+                copies[u] += 1
+                unit[n + taken] = u
+                taken += 1
+                blocks += sharing.unit_count[u]
+        if blocks * 10 >= cap * 7 or taken == before:
+            break
+    return taken
+
+
+@njit(cache=True)
+def bit_index(bit: int) -> int:
+    """Index of the only bit set."""
+    n = 0
+    if bit & np.uint64(0xFFFFFFFF00000000):
+        n += 32
+    if bit & np.uint64(0xFFFF0000FFFF0000):
+        n += 16
+    if bit & np.uint64(0xFF00FF00FF00FF00):
+        n += 8
+    if bit & np.uint64(0xF0F0F0F0F0F0F0F0):
+        n += 4
+    if bit & np.uint64(0xCCCCCCCCCCCCCCCC):
+        n += 2
+    if bit & np.uint64(0xAAAAAAAAAAAAAAAA):
+        n += 1
+    return n
