@@ -19,8 +19,10 @@ from megatron_fcp.runtime.kernels import Kernel, select_kernel
 from megatron_fcp.runtime.reshuffle import CompiledRoute, reshuffle
 from megatron_fcp.runtime.transport import Transport
 from megatron_fcp.testing.reference import AttentionResult, dense_attention
+from megatron_fcp.testing.threads import Mode, run_ranks
 
 NAMES = ("out", "dq", "dk", "dv")
+TOLERANCE = 1e-12  # of fp64 results
 
 
 @dataclass(frozen=True)
@@ -197,3 +199,32 @@ def largest_errors(plan: Plan, got: AttentionResult, want: AttentionResult) -> d
         assert not g.isnan().any(), f"{name} holds NaN"
         errors[name] = float((g - w).abs().max()) if g.numel() else 0.0
     return errors
+
+
+def check_in_threads(
+    plan: Plan,
+    model: Model | None = None,
+    *,
+    x: Inputs | None = None,
+    seed: int = 0,
+    mode: Mode = "rendezvous",
+    kernel: Kernel | None = None,
+    skip_padding: bool = True,
+) -> AttentionResult:
+    """Run every rank as a thread and compare with dense attention; padding is NaN going in and 0 coming out.
+
+    Raises
+    ------
+    AssertionError
+        If an fp64 result is off by more than :data:`TOLERANCE`, or padding is not exactly 0.
+    """
+    model = model or Model()
+    x = x or random_inputs(plan, model, seed)
+    want = right_answer(plan, model, x)
+    results = run_ranks(
+        plan.cp_size, lambda comm: run_rank(comm, plan, model, x, kernel, skip_padding=skip_padding), mode=mode
+    )
+    got = gather(results, want)
+    for name, error in largest_errors(plan, got, want).items():
+        assert error < TOLERANCE, f"{name} is off by {error}"
+    return got
