@@ -14,9 +14,11 @@ from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.runs import Pieces
 from megatron_fcp.plan.shape import BlockShapes, blocks_price
 
+DBG=0
 TRADES_PER_RANK = 24
 CHEAP_SHARE = 0.25
-LIGHTEST = 16  # ranks that a heavy one may trade with
+LIGHTEST = 12  # ranks that a heavy one may trade with
+SIZES = 5  # pieces of 1, 2, 4, 8 and 16 blocks are traded
 GOOD_ENOUGH = 1.002  # of the mean
 
 
@@ -47,7 +49,9 @@ def fill_ranks(
     )  # fmt: skip
     price = np.zeros(cp_size)
     late = np.append(0, np.cumsum(np.where(shapes.head >= 0, shapes.head_position, 0) > bearable / 16))
-    _settle(owner, price, shapes, late, num_blocks // cp_size, q_half, kv_half)
+    if DBG: p0=__import__('numpy').bincount(owner, np.diff(_values(shapes,q_half,kv_half)),cp_size); print('before', p0.max()/p0.mean())
+    x = _settle(owner, price, shapes, late, num_blocks // cp_size, q_half, kv_half)
+    if DBG: print('settle',x,price.max()/price.mean())
     return owner, price
 
 
@@ -204,7 +208,7 @@ def _densest(
 @njit(cache=True)
 def _settle(
     owner: IntArray, price: FloatArray, shapes: BlockShapes, late: IntArray, slots: int, qh: float, kh: float
-) -> None:
+) -> tuple[int, int]:
     """Trade equally many blocks between the heaviest rank and lighter ones while that lowers the heavier of the two.
 
     ``late`` counts, before each block, the blocks that lie far inside their document: whoever took one of those would
@@ -223,19 +227,45 @@ def _settle(
     tried = np.zeros(cp_size, dtype=np.int64)
     lights = np.argsort(price)[:LIGHTEST]
     mine, theirs = np.empty(slots, dtype=np.int64), np.empty(slots, dtype=np.int64)
-    for trade in range(TRADES_PER_RANK * cp_size):
+    give, take = np.empty((3, 2 * slots * SIZES)), np.empty((3, 2 * slots * SIZES))
+    trades = 0
+    for turn in range(TRADES_PER_RANK * cp_size):
         heavy = -1
         for r in range(cp_size):
-            if tried[r] < 2 and (heavy < 0 or price[r] > price[heavy]):
+            if tried[r] < 3 and (heavy < 0 or price[r] > price[heavy]):
                 heavy = r
         if heavy < 0 or price[heavy] < mean * GOOD_ENOUGH:
-            return
-        if trade % (LIGHTEST // 2) == 0 or tried[heavy]:
+            break
+        if turn % (LIGHTEST // 4) == 0 or tried[heavy]:
             lights = np.argsort(price)[:LIGHTEST]
-        if _trade(heavy, lights, owner, held, price, mean, value, late, shapes, slots, qh, kh, mine, theirs):
-            tried[heavy] = 0
-        else:
-            tried[heavy] += 1
+        num_give = _ends(held[heavy], slots, value, late, give)
+        done = False
+        for at in range(tried[heavy] * 4, min(tried[heavy] * 4 + 4, lights.size)):
+            light = lights[at]
+            if price[light] >= mean or light == heavy:
+                break
+            want = min(price[heavy] - mean, (price[heavy] - price[light]) * 0.5)
+            num_take = _ends(held[light], slots, value, late, take)
+            i, j = _best_pair(give, num_give, take, num_take, want)
+            if i < 0:
+                continue
+            k, a, b = int(give[0, i]), int(give[1, i]), int(take[1, j])
+            _exchange(held[heavy], a, b, k, slots, mine)
+            _exchange(held[light], b, a, k, slots, theirs)
+            new_heavy = blocks_price(mine, slots, shapes, qh, kh)
+            new_light = blocks_price(theirs, slots, shapes, qh, kh)
+            if max(new_heavy, new_light) >= price[heavy] - 0.1 * want:
+                continue
+            held[heavy, :] = mine
+            held[light, :] = theirs
+            owner[a : a + k] = light
+            owner[b : b + k] = heavy
+            price[heavy], price[light] = new_heavy, new_light
+            trades += 1
+            done = True
+            break
+        tried[heavy] = 0 if done else tried[heavy] + 1
+    return turn, trades
 
 
 @njit(cache=True)
@@ -255,58 +285,43 @@ def _values(shapes: BlockShapes, qh: float, kh: float) -> FloatArray:
 
 
 @njit(cache=True)
-def _trade(
-    heavy: int, lights: IntArray, owner: IntArray, held: IntArray, price: FloatArray, mean: float, value: FloatArray,
-    late: IntArray, shapes: BlockShapes, slots: int, qh: float, kh: float, mine: IntArray, theirs: IntArray,
-) -> bool:  # fmt: skip
-    best_error, best_light, best_i, best_j, best_k = np.inf, -1, -1, -1, 0
-    for light in lights:
-        if light == heavy or price[light] >= price[heavy]:
-            continue
-        want = min(price[heavy] - mean, (price[heavy] - price[light]) * 0.5)
+def _ends(blocks: IntArray, slots: int, value: FloatArray, late: IntArray, out: FloatArray) -> int:
+    """Pieces at both ends of every contiguous stretch: moving those adds few cuts. Rows: blocks, first block, value."""
+    n = 0
+    low = 0
+    while low < slots:
+        high = low + 1
+        while high < slots and blocks[high] == blocks[high - 1] + 1:
+            high += 1
         k = 1
-        while k <= slots // 2:
-            for i in range(slots - k + 1):
-                if not _is_end(held[heavy], i, k, slots, late):
-                    continue
-                a = held[heavy, i]
-                give = value[a + k] - value[a]
-                if give < want:
-                    continue
-                for j in range(slots - k + 1):
-                    if not _is_end(held[light], j, k, slots, late):
-                        continue
-                    b = held[light, j]
-                    error = abs(give - (value[b + k] - value[b]) - want)
-                    if error < best_error and error < 0.9 * want:
-                        best_error, best_light, best_i, best_j, best_k = error, light, i, j, k
+        for _ in range(SIZES):
+            if k > high - low:
+                break
+            for side in range(2 if k < high - low else 1):
+                b = blocks[high - k] if side else blocks[low]
+                if late[b + k] == late[b]:
+                    out[0, n], out[1, n], out[2, n] = k, b, value[b + k] - value[b]
+                    n += 1
             k *= 2
-        if best_error < 0.1 * want:
-            break
-    if best_light < 0:
-        return False
-    k, light = best_k, best_light
-    a, b = held[heavy, best_i], held[light, best_j]
-    _exchange(held[heavy], a, b, k, slots, mine)
-    _exchange(held[light], b, a, k, slots, theirs)
-    new_heavy = blocks_price(mine, slots, shapes, qh, kh)
-    new_light = blocks_price(theirs, slots, shapes, qh, kh)
-    if max(new_heavy, new_light) >= price[heavy]:
-        return False
-    held[heavy, :] = mine
-    held[light, :] = theirs
-    owner[a : a + k] = light
-    owner[b : b + k] = heavy
-    price[heavy], price[light] = new_heavy, new_light
-    return True
+        low = high
+    return n
 
 
 @njit(cache=True)
-def _is_end(blocks: IntArray, i: int, k: int, slots: int, late: IntArray) -> bool:
-    """Whether ``blocks[i:i + k]`` are consecutive, none of them late, and lie at an end of a contiguous stretch."""
-    if blocks[i + k - 1] != blocks[i] + k - 1 or late[blocks[i] + k] != late[blocks[i]]:
-        return False
-    return i == 0 or blocks[i - 1] != blocks[i] - 1 or i + k == slots or blocks[i + k] != blocks[i] + k
+def _best_pair(give: FloatArray, num_give: int, take: FloatArray, num_take: int, want: float) -> tuple[int, int]:
+    """Equally long pieces whose values differ by about ``want``; (-1, -1) if none comes near."""
+    best_i, best_j, best = -1, -1, 0.8 * want
+    for i in range(num_give):
+        if give[2, i] < want:
+            continue
+        for j in range(num_take):
+            if give[0, i] == take[0, j]:
+                error = abs(give[2, i] - take[2, j] - want)
+                if error < best:
+                    best_i, best_j, best = i, j, error
+                    if best < 0.1 * want:
+                        return best_i, best_j
+    return best_i, best_j
 
 
 @njit(cache=True)

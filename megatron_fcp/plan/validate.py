@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from megatron_fcp.plan.arrays import IntArray
 from megatron_fcp.plan.blocks import BlockTable
+from megatron_fcp.plan.delivery import delivers
 from megatron_fcp.plan.placement import Placement
 from megatron_fcp.plan.schedule import CommSchedule, tier_of
 from megatron_fcp.plan.transfers import needed_blocks
@@ -20,14 +23,23 @@ def check_plan(table: BlockTable, placement: Placement, schedule: CommSchedule, 
         Naming the first block, rank or round that breaks a rule.
     """
     _check_placement(table, placement)
-    _check_ranges(table, placement, schedule)
+    _check_limits(table, placement, schedule)
+    if not delivers(table, placement, schedule):
+        _name_fault(table, placement, schedule, ranks_per_node)
+    _check_rounds(schedule, ranks_per_node)
+    _check_stages(placement, schedule)
+
+
+def _name_fault(table: BlockTable, placement: Placement, schedule: CommSchedule, ranks_per_node: int) -> None:
+    """Raise the error that says what :func:`plan.delivery.delivers` found."""
+    _check_messages(table, schedule)
     counts = np.diff(schedule.messages.ptr)
     round_ = np.repeat(schedule.message_round, counts)
     src, dst = np.repeat(schedule.messages.src, counts), np.repeat(schedule.messages.dst, counts)
     _check_rounds(schedule, ranks_per_node)
     _check_holders(table, placement, round_, src, dst, schedule.messages.block)
     _check_complete(table, placement, dst, schedule.messages.block)
-    _check_stages(placement, schedule, round_, dst)
+    raise AssertionError("the plan does not deliver what it should, and no check says why")
 
 
 def _check_placement(table: BlockTable, placement: Placement) -> None:
@@ -45,7 +57,7 @@ def _check_placement(table: BlockTable, placement: Placement) -> None:
         )
 
 
-def _check_ranges(table: BlockTable, placement: Placement, schedule: CommSchedule) -> None:
+def _check_limits(table: BlockTable, placement: Placement, schedule: CommSchedule) -> None:
     m = schedule.messages
     for name, values, limit in (
         ("sender", m.src, placement.cp_size),
@@ -61,6 +73,12 @@ def _check_ranges(table: BlockTable, placement: Placement, schedule: CommSchedul
     if (counts <= 0).any():
         at = int((counts <= 0).argmax())
         raise ValueError(f"the message from rank {m.src[at]} to rank {m.dst[at]} carries no block")
+    if (m.src == m.dst).any():
+        raise ValueError(f"rank {m.src[m.src == m.dst][0]} sends a message to itself")
+
+
+def _check_messages(table: BlockTable, schedule: CommSchedule) -> None:
+    m = schedule.messages
     unsorted = np.flatnonzero(np.diff(m.block) <= 0) + 1
     unsorted = unsorted[~np.isin(unsorted, m.ptr)]  # a new message may start anywhere
     if unsorted.size:
@@ -69,8 +87,6 @@ def _check_ranges(table: BlockTable, placement: Placement, schedule: CommSchedul
     idle = table.shared_start[m.block] >= table.shared_stop[m.block]
     if idle.any():
         raise ValueError(f"block {m.block[idle.argmax()]} is sent, but holds nothing that another block attends to")
-    if (m.src == m.dst).any():
-        raise ValueError(f"rank {m.src[m.src == m.dst][0]} sends a message to itself")
 
 
 def _check_rounds(schedule: CommSchedule, ranks_per_node: int) -> None:
@@ -118,15 +134,16 @@ def _check_complete(table: BlockTable, placement: Placement, dst: IntArray, bloc
         )
 
 
-def _check_stages(placement: Placement, schedule: CommSchedule, round_: IntArray, dst: IntArray) -> None:
+def _check_stages(placement: Placement, schedule: CommSchedule) -> None:
     if len(schedule.stage_ends) != placement.cp_size:
         raise ValueError(f"the plan has stages for {len(schedule.stage_ends)} ranks, not {placement.cp_size}")
     last = np.full(placement.cp_size, -1, dtype=np.int64)
-    np.maximum.at(last, dst, round_)
+    np.maximum.at(last, schedule.messages.dst, schedule.message_round)
     for rank, ends in enumerate(schedule.stage_ends):
-        if (np.diff(ends) <= 0).any() or (ends.size and (ends[0] < 0 or ends[-1] >= schedule.num_rounds)):
+        stops = ends.tolist()
+        if any(b <= a for a, b in pairwise(stops)) or (stops and (stops[0] < 0 or stops[-1] >= schedule.num_rounds)):
             raise ValueError(
                 f"the stages of rank {rank} do not end at ascending rounds of 0..{schedule.num_rounds - 1}"
             )
-        if last[rank] >= 0 and (not ends.size or ends[-1] < last[rank]):
+        if last[rank] >= 0 and (not stops or stops[-1] < last[rank]):
             raise ValueError(f"rank {rank} receives in round {last[rank]}, after its last stage")

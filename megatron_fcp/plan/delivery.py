@@ -1,0 +1,92 @@
+"""One pass over a plan that says whether every block gets where it is needed; :mod:`plan.validate` names what is wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_fcp.plan.arrays import IntArray
+from megatron_fcp.plan.blocks import BlockTable
+from megatron_fcp.plan.jit import njit
+from megatron_fcp.plan.placement import Placement
+from megatron_fcp.plan.schedule import CommSchedule
+
+
+def delivers(table: BlockTable, placement: Placement, schedule: CommSchedule) -> bool:
+    """Whether messages list ascending blocks that hold something, from ranks that have them, to ranks that lack them,
+    each once, and whether all that is needed arrives. Ranks, blocks and rounds must be in range."""
+    first, last = table.document_blocks()
+    m = schedule.messages
+    return bool(
+        _delivers(
+            placement.block_rank, placement.cp_size, table.fragment_ptr, table.fragment_document, first, last,
+            table.shared_start < table.shared_stop, table.mask == "causal", m.src, m.dst, m.ptr, m.block,
+            schedule.message_round,
+        )
+    )  # fmt: skip
+
+
+@njit(cache=True)
+def grouped(key: IntArray, size: int) -> tuple[IntArray, IntArray]:
+    """Stable counting sort: indices by key, and where each of the ``size`` keys begins (shape [size + 1])."""
+    ptr = np.zeros(size + 1, dtype=np.int64)
+    for k in key:
+        ptr[k + 1] += 1
+    for k in range(size):
+        ptr[k + 1] += ptr[k]
+    at = ptr[:-1].copy()
+    order = np.empty(key.size, dtype=np.int64)
+    for i in range(key.size):
+        order[at[key[i]]] = i
+        at[key[i]] += 1
+    return order, ptr
+
+
+@njit(cache=True)
+def _delivers(
+    owner: IntArray,
+    cp_size: int,
+    fragment_ptr: IntArray,
+    fragment_document: IntArray,
+    first: IntArray,
+    last: IntArray,
+    travels: IntArray,
+    causal: bool,
+    src: IntArray,
+    dst: IntArray,
+    ptr: IntArray,
+    block: IntArray,
+    round_: IntArray,
+) -> bool:
+    by_owner, owner_ptr = grouped(owner, cp_size)
+    by_src, src_ptr = grouped(src, cp_size)
+    by_dst, dst_ptr = grouped(dst, cp_size)
+    holder = np.full(owner.size, -1, dtype=np.int64)  # last rank seen to receive the block, and when it did
+    since = np.zeros(owner.size, dtype=np.int64)
+    for r in range(cp_size):
+        for m in by_dst[dst_ptr[r] : dst_ptr[r + 1]]:
+            for i in range(ptr[m], ptr[m + 1]):
+                b = block[i]
+                if owner[b] == r or holder[b] == r or not travels[b] or (i > ptr[m] and block[i - 1] >= b):
+                    return False
+                holder[b], since[b] = r, round_[m]
+        for m in by_src[src_ptr[r] : src_ptr[r + 1]]:
+            for b in block[ptr[m] : ptr[m + 1]]:
+                if owner[b] != r and (holder[b] != r or since[b] >= round_[m]):
+                    return False
+        document, checked = -1, 0
+        for b in by_owner[owner_ptr[r] : owner_ptr[r + 1]]:
+            low, high = fragment_ptr[b], fragment_ptr[b + 1]
+            for f in range(low, high):
+                if low < f < high - 1:  # lies wholly inside the block
+                    continue
+                d = fragment_document[f]
+                if first[d] == last[d]:
+                    continue
+                if d != document:
+                    document, checked = d, first[d]
+                stop = b if causal else last[d] + 1
+                for x in range(checked, stop):
+                    if owner[x] != r and holder[x] != r:
+                        return False
+                checked = max(checked, stop)
+    return True
