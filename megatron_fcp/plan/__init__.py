@@ -5,6 +5,9 @@
     lengths -> blocks -> placement -> transfers -> schedule -> rank_plan -> program
                cut       who owns     what moves   which round  one rank's   steps in
                                                                  work        order
+
+Beside that line: ``backward`` reverses the rounds, ``layout`` says where the tokens of every message lie, ``validate``
+holds the rules, ``planfile`` writes and reads ``fcp-plan/1``, and ``report`` works out a plan's figures.
 """
 
 from megatron_fcp.plan.blocks import BlockTable, build_block_table

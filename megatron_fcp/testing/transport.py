@@ -59,7 +59,7 @@ class Port:
         """Queue ``exchange`` and return how many exchanges must be done before it is done."""
         for transfers in (exchange.sends, exchange.recvs):
             peers = [t.peer for t in transfers]
-            assert len(set(peers)) == len(peers) and self.rank not in peers, (self.rank, exchange)
+            assert len({self.rank, *peers}) == 1 + len(peers), f"rank {self.rank} meets itself or a peer twice: {peers}"
         sends = {t.peer: send(t) for t in exchange.sends}
         recvs = {t.peer: recv(t) for t in exchange.recvs}
         self.queue.append(Posted(exchange, sends, recvs))

@@ -103,6 +103,30 @@ def test_partial_gradients_are_held_for_two_stages_and_two_arrivals() -> None:
             assert rank_plan.peak_backward.dkv_tokens <= bound + sum(arrivals)
 
 
+def test_the_next_stage_travels_while_a_stage_computes() -> None:
+    """Pulls of stage s + 1 are posted before stage s is attended to, pushes of stage s after them."""
+    checked = 0
+    for seed in range(200):
+        plan = random_case(np.random.default_rng(seed), max_blocks_per_rank=8).plan()
+        for rank in range(plan.cp_size):
+            for steps in (plan.rank_plan(rank).forward, plan.rank_plan(rank).backward):
+                computed = {step.stage: i for i, step in enumerate(steps) if isinstance(step, Compute)}
+                pulled: dict[int, int] = {}
+                pushed: dict[int, int] = {}
+                for i, step in enumerate(steps):
+                    if isinstance(step, Exchange) and step.kind == "pull":
+                        pulled.update({s.buffer: i for t in step.recvs for s in t.segments})
+                    elif isinstance(step, Exchange):
+                        pushed.update(
+                            {s.buffer: min(i, pushed.get(s.buffer, i)) for t in step.sends for s in t.segments}
+                        )
+                for stage, last in pulled.items():
+                    assert last < computed.get(stage - 1, len(steps))
+                    assert last < pushed.get(stage - 1, len(steps))
+                    checked += stage > 1
+    assert checked > 500
+
+
 # -- the oracle notices -----------------------------------------------------------------------------------------------
 
 GOOD = make_plan([40, 3, 21], cp_size=4, tokens_per_rank=16, config=FcpConfig(block_size=4, rounds_per_stage=1))
