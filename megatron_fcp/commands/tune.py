@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         trials = tune([scenario.case], configs, model=scenario.model, parallel=scenario.parallel, step=step)
     best = trials[0]
     if arguments.output:
-        write_config(arguments.output, best.config, _comment(best, arguments.hardware))
+        write_config(arguments.output, best.config, scenario.case.forward, _comment(best, arguments.hardware))
     if arguments.picture:
         draw_curve(trials, arguments.picture)
     if arguments.json:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def flags(config: FcpConfig) -> list[str]:
     """The training command's flags for ``config``."""
     out = ["--context-parallel-backend", "fcp", "--fcp-layout", config.layout]
-    for name in ("block_size", "rounds_per_stage", "ranks_per_node"):
+    for name in ("block_size", "ranks_per_node"):
         value = getattr(config, name)
         if value is not None:
             out += [f"--fcp-{name.replace('_', '-')}", str(value)]
@@ -74,11 +74,11 @@ def _print(trials: list[Trial]) -> None:
     whole = trials[0].step_seconds is not None
     rows = [
         [
-            str(t.config.block_size), str(t.config.rounds_per_stage or "own"), t.config.layout, percent(t.forward),
-            percent(t.backward), f"{t.received_bytes / 1e6:.0f}", str(t.rounds), duration(t.seconds),
+            str(t.config.block_size), t.config.layout, percent(t.forward),
+            percent(t.backward), f"{t.received_bytes / 1e6:.0f}", str(t.rounds), str(t.stages), duration(t.seconds),
             *([duration(t.step_seconds or 0)] if whole else []),
         ]
         for t in trials[:SHOWN]
     ]  # fmt: skip
-    columns = ["block", "rounds/stage", "layout", "forward", "backward", "MB received", "rounds", "attention"]
+    columns = ["block", "layout", "forward", "backward", "MB received", "rounds", "stages", "attention"]
     print_table(f"best {len(rows)} of {len(trials)}", [*columns, *(["step"] if whole else [])], rows)

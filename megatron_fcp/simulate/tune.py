@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from megatron_fcp.config import FcpConfig, Layout
-from megatron_fcp.plan.plan import make_plan
+from megatron_fcp.plan.plan import Plan
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.lower import plan_program
 from megatron_fcp.simulate.models import ModelShape, Parallel
+from megatron_fcp.simulate.peers.fcp import fcp_plan
 from megatron_fcp.simulate.program import Timeline
 from megatron_fcp.simulate.reshuffle import with_reshuffle
 from megatron_fcp.simulate.step import HELD_STAGES, price_step
 
 BLOCK_SIZES = (512, 1024, 2048, 4096, 8192)
-ROUNDS_PER_STAGE = (None, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Trial:
         Of a whole step, where a model is given.
     received_bytes : float
         Mean per rank in forward, both tiers.
-    rounds : int
+    rounds, stages : int
     """
 
     config: FcpConfig
@@ -44,25 +44,21 @@ class Trial:
     step_seconds: float | None
     received_bytes: float
     rounds: int
+    stages: int
 
     def as_dict(self) -> dict[str, Any]:
         """Figures and the settings that were tried."""
         out = {k: v for k, v in vars(self).items() if k != "config"}
-        settings = ("block_size", "rounds_per_stage", "layout", "ranks_per_node")
+        settings = ("block_size", "layout", "ranks_per_node")
         return {**{k: getattr(self.config, k) for k in settings}, **out}
 
 
 def candidates(case: Case, layouts: Sequence[Layout] = get_args(Layout)) -> list[FcpConfig]:
-    """Configurations worth trying: legal block sizes, cuts into stages, layouts."""
+    """Configurations worth trying: legal block sizes and layouts; the planner cuts the stages."""
     sizes = [b for b in BLOCK_SIZES if case.tokens_per_rank % b == 0]
     sizes = sizes or [FcpConfig().resolve_block_size(case.tokens_per_rank)]
     nodes = case.hardware.ranks_per_node
-    return [
-        FcpConfig(block_size=b, rounds_per_stage=r, layout=layout, ranks_per_node=nodes)
-        for layout in layouts
-        for b in sizes
-        for r in ROUNDS_PER_STAGE
-    ]
+    return [FcpConfig(block_size=b, layout=layout, ranks_per_node=nodes) for layout in layouts for b in sizes]
 
 
 def tune(
@@ -71,25 +67,23 @@ def tune(
 ) -> list[Trial]:  # fmt: skip
     """Try every configuration on every case; fastest first, ties to the earlier one.
 
-    Layouts share a plan, so each plan is made once per block size and cut.
+    Layouts share a plan, so each plan is made once per block size.
     """
     trials: list[Trial] = []
-    plans: dict[tuple[object, ...], Any] = {}
+    plans: dict[tuple[int, int | None], Plan] = {}
     for config in configs:
         parts: list[Trial] = []
         for i, case in enumerate(cases):
-            key = (i, config.block_size, config.rounds_per_stage)
+            key = (i, config.block_size)
             if key not in plans:
-                plans[key] = make_plan(
-                    case.lengths, cp_size=case.cp_size, tokens_per_rank=case.tokens_per_rank, config=config
-                )
+                plans[key] = fcp_plan(case, config)
             parts.append(_try(plans[key], case, config, model, parallel))
-            step(f"block {config.block_size}, {config.rounds_per_stage or 'own'} rounds per stage, {config.layout}")
+            step(f"blocks of {config.block_size}, {config.layout}")
         trials.append(_mean(parts))
     return sorted(trials, key=lambda t: t.seconds if t.step_seconds is None else t.step_seconds)
 
 
-def _try(plan: Any, case: Case, config: FcpConfig, model: ModelShape | None, parallel: Parallel | None) -> Trial:
+def _try(plan: Plan, case: Case, config: FcpConfig, model: ModelShape | None, parallel: Parallel | None) -> Trial:
     bare: list[Timeline] = []
     seconds = 0.0
     for backward in (False, True):
@@ -109,6 +103,7 @@ def _try(plan: Any, case: Case, config: FcpConfig, model: ModelShape | None, par
         step,
         float(received),
         plan.schedule.num_rounds,
+        max(ends.size for ends in plan.schedule.stage_ends),
     )
 
 
@@ -123,11 +118,12 @@ def _mean(parts: list[Trial]) -> Trial:
         step,
         sum(t.received_bytes for t in parts) / n,
         max(t.rounds for t in parts),
+        max(t.stages for t in parts),
     )
 
 
 def draw_curve(trials: Sequence[Trial], path: str) -> None:
-    """Write a picture: efficiency and traffic against block size, the best cut of each size."""
+    """Write a picture: efficiency and traffic against block size, every size tried."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -10,9 +10,10 @@ from megatron_fcp.simulate.program import Program
 
 
 def fcp_plan(case: Case, config: FcpConfig | None = None) -> Plan:
-    """The planner's plan; ``config`` overrides what it would choose."""
-    config = config or FcpConfig(ranks_per_node=case.hardware.ranks_per_node)
-    return make_plan(case.lengths, cp_size=case.cp_size, tokens_per_rank=case.tokens_per_rank, config=config)
+    """The planner's plan for the case's hardware; ``config`` overrides the block size it would choose."""
+    return make_plan(
+        case.lengths, cp_size=case.cp_size, tokens_per_rank=case.tokens_per_rank, config=config, hardware=case.forward
+    )
 
 
 def fcp(case: Case, *, backward: bool = False) -> Program:
