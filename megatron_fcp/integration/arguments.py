@@ -77,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="Seconds a transfer may take before every rank stops with a report (default: %(default)s).",
     )
+    group.add_argument(
+        "--fcp-save-plans",
+        metavar="FOLDER",
+        help="Write the first plans of the run to FOLDER, for `megatron-fcp view`, `simulate`, `trace` and `replay`.",
+    )
     return parser
 
 

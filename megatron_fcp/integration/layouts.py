@@ -7,6 +7,7 @@ derives the same one: data-parallel rank or not, first pipeline stage or last.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -149,8 +150,10 @@ class Layout:
 class LayoutCache:
     """The layouts used last."""
 
-    def __init__(self, settings: Settings, capacity: int = LAYOUTS_KEPT) -> None:
-        self._settings, self._capacity = settings, capacity
+    def __init__(
+        self, settings: Settings, capacity: int = LAYOUTS_KEPT, on_new: Callable[[Plan], None] | None = None
+    ) -> None:
+        self._settings, self._capacity, self._on_new = settings, capacity, on_new
         self._kept: OrderedDict[tuple[object, int], Layout] = OrderedDict()
 
     def get(self, boundaries: Boundaries, rank: int) -> Layout:
@@ -160,6 +163,8 @@ class LayoutCache:
             self._kept.move_to_end(key)
             return self._kept[key]
         layout = self._kept[key] = Layout(boundaries, self._settings, rank)
+        if self._on_new is not None:
+            self._on_new(layout.plan)
         if len(self._kept) > self._capacity:
             self._kept.popitem(last=False)
         return layout

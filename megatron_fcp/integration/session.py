@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_fcp.integration.layouts import LayoutCache
+from megatron_fcp.integration.record import PlanRecorder
 from megatron_fcp.integration.settings import Settings
 from megatron_fcp.runtime import Communicator
 
@@ -31,7 +32,8 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.layouts = LayoutCache(settings)
+        recorder = PlanRecorder(settings.save_plans) if settings.save_plans else None
+        self.layouts = LayoutCache(settings, on_new=recorder.record if recorder else None)
         self.eod_token: int | None = None
         self.attention_layers = 0
         self._communicators: dict[Any, Communicator] = {}

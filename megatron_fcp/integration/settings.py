@@ -38,6 +38,7 @@ class Settings:
     documents: Documents
     sharding: Sharding
     own_attention: bool
+    save_plans: str | None = None
 
     @property
     def resident(self) -> bool:
@@ -91,4 +92,5 @@ def settings_from_args(args: Namespace) -> Settings:
         documents=documents,
         sharding="document" if args.sft else "sequence",
         own_attention=args.context_parallel_size > 1 or no_other,
+        save_plans=args.fcp_save_plans if args.rank == 0 else None,
     )
