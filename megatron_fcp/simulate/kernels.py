@@ -91,4 +91,5 @@ def remote_s(
     most = np.zeros(name.size)
     np.maximum.at(most, index, queries[used])
     seconds = _priced(pairs, most, total_keys, cost)
-    return np.bincount(name // max(table.document_length.size, 1), seconds, minlength=num_groups)
+    out = np.bincount(name // max(table.document_length.size, 1), seconds, minlength=num_groups)
+    return out.astype(np.float64)  # numpy counts in integers where there is nothing

@@ -88,7 +88,7 @@ class Timeline:
         """Kernel seconds of each rank, shape [num_ranks]."""
         p = self.program
         mine = p.kind == COMPUTE
-        return np.bincount(p.src[mine], p.seconds[mine], minlength=p.num_ranks)
+        return np.bincount(p.src[mine], p.seconds[mine], minlength=p.num_ranks).astype(np.float64)
 
     @cached_property
     def finish(self) -> FloatArray:
@@ -101,7 +101,8 @@ class Timeline:
         """Seconds that each rank's link of ``tier`` is busy in one direction, shape [num_ranks]."""
         p = self.program
         used = ((p.kind == MESSAGE) | (p.kind == COLLECTIVE)) & (p.tier == tier)
-        return np.bincount((p.src if sends else p.dst)[used], p.seconds[used], minlength=p.num_ranks)
+        busy = np.bincount((p.src if sends else p.dst)[used], p.seconds[used], minlength=p.num_ranks)
+        return busy.astype(np.float64)
 
     def bytes_moved(self, tier: int, *, sends: bool) -> IntArray:
         """Bytes that each rank sends or receives on ``tier``, shape [num_ranks]."""
