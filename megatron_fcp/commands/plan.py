@@ -60,8 +60,8 @@ def format_report(figures: PlanReport) -> str:
         rows.append((f"KV {tier.name}", f"received {_spread(tier.received_mean, tier.received_max, r.kv_token_bytes)}"))
         rows.append(("", f"sent     {_spread(tier.sent_mean, tier.sent_max, r.kv_token_bytes)}"))
     rows += [
-        ("KV moved", f"{r.kv_megabytes:,.2f} MB per layer in forward, all ranks"),
-        ("a zig-zag ring", f"{r.ring_megabytes:,.2f} MB ({saved})"),
+        ("KV moved", f"{_bytes(r.kv_tokens * r.kv_token_bytes)} per layer in forward, all ranks together"),
+        ("a zig-zag ring", f"{_bytes(r.ring_kv_tokens * r.kv_token_bytes)} ({saved})"),
         (
             "memory, forward",
             f"{_bytes(r.forward_bytes)} on the busiest rank: {r.held_kv_tokens_forward:,} tokens of KV",
