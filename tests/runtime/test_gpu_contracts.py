@@ -23,7 +23,7 @@ from megatron_fcp.runtime.kernels.packages import PackagedKernel, parameters
 from megatron_fcp.runtime.kernels.reference import Reference
 from megatron_fcp.runtime.kernels.torch_cuda_flash import TorchCudaFlash
 from megatron_fcp.runtime.kernels.transformer_engine import TransformerEngine
-from megatron_fcp.runtime.kernels.varlen import split_calls
+from megatron_fcp.runtime.kernels.varlen import MAX_REPEATS, split_calls
 from megatron_fcp.testing.attention_check import (
     Model,
     gather,
@@ -153,18 +153,30 @@ def test_sixteen_bits(adapter: Kernel) -> None:
         assert (got.double() - expected).abs().max() < 0.05
 
 
-def test_calls_never_write_a_row_twice() -> None:
-    """A work list with shared keys becomes several calls; each one's ranges are disjoint and all items are kept."""
+def test_calls_never_add_to_a_row_twice_at_once() -> None:
+    """Every packed KV row is added once, to its own row; rows of one sum are distinct; no call packs too much."""
     for case in CASES:
         _, work = tensors(case, SHAPES[0])
         calls = split_calls(work)
         assert sum(call.cu_seqlens_q.numel() - 1 for call in calls) == len(work.items)
+        placed = torch.cat([call.place.take(torch.arange(40)) for call in calls]).tolist()
+        assert sorted(placed) == list(range(work.rows.count))
+        reach = max(i[3] for i in work.items) - min(i[2] for i in work.items)
         for call in calls:
-            keys = call.keys.take(torch.arange(40)).tolist()
-            assert len(set(keys)) == len(keys) == call.keys.count
-    assert len(split_calls(tensors("same keys for all", SHAPES[0])[1])) == 3
-    assert len(split_calls(tensors("pieces of one document share keys", SHAPES[0])[1])) == 3
-    assert len(split_calls(tensors("packed", SHAPES[0])[1])) == 1
+            keys = call.keys.take(torch.arange(40))
+            assert keys.numel() <= MAX_REPEATS * reach
+            added = []
+            for packed, target in call.sums:
+                rows, into = packed.take(torch.arange(40)), target.take(torch.arange(40))
+                assert torch.equal(keys[rows], into)
+                assert len(set(into.tolist())) == into.numel()
+                added += rows.tolist()
+            assert sorted(added) == list(range(keys.numel()))
+    calls = split_calls(tensors("same keys for all", SHAPES[0])[1])
+    assert [len(call.sums) for call in calls] == [2, 1]  # three times the keys, of which a call may hold two
+    calls = split_calls(tensors("pieces of one document share keys", SHAPES[0])[1])
+    assert [len(call.sums) for call in calls] == [2, 1]
+    assert [len(call.sums) for call in split_calls(tensors("packed", SHAPES[0])[1])] == [1]
 
 
 # Lengths of public bug reports: documents that nothing divides, shorter than the number of ranks, of one token, with
@@ -218,7 +230,7 @@ def scattered(rng: np.random.Generator) -> Plan:
 
 def test_random_streams(adapter: Kernel) -> None:
     """Random lengths and layouts, also with forwarded blocks and with keys that several work items share."""
-    several_calls = 0
+    shared_keys = 0
     for seed in range(18):
         rng = np.random.default_rng([21, seed])
         plan = scattered(rng) if seed % 3 == 0 else random_case(rng, max_cp_size=6).plan()
@@ -232,8 +244,8 @@ def test_random_streams(adapter: Kernel) -> None:
             assert error < TOLERANCE, (seed, name, error)
         for rank in range(plan.cp_size):
             works = [WorkList.from_stage(s, torch.device("cpu")) for s in plan.rank_plan(rank).stages if s.num_items]
-            several_calls += sum(len(split_calls(work)) > 1 for work in works)
-    assert several_calls > 5, "too few work lists with shared keys to mean anything"
+            shared_keys += sum(len(split_calls(work)[0].sums) > 1 for work in works)
+    assert shared_keys > 5, "too few work lists with shared keys to mean anything"
 
 
 def test_signatures_behind_custom_operators() -> None:

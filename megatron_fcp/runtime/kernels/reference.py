@@ -72,13 +72,13 @@ class Reference(Kernel):
             total = lse[rows].to(dtype).transpose(0, 1).unflatten(0, (kv_heads, -1))
             weights = torch.exp(scores - total.masked_fill(torch.isneginf(total), 0.0).unsqueeze(-1))
             grad = dout[rows].to(dtype).unflatten(1, (kv_heads, -1))
-            into.dv[keys] += torch.einsum("hgqk,qhgd->khd", weights, grad)
+            into.dv[keys].add_(torch.einsum("hgqk,qhgd->khd", weights, grad))
             delta = (grad * out[rows].to(dtype).unflatten(1, (kv_heads, -1))).sum(-1).permute(1, 2, 0)
             dweights = torch.einsum("qhgd,khd->hgqk", grad, v[keys].to(dtype))
             dscores = weights * (dweights - delta.unsqueeze(-1)) * scale
-            into.dq[rows] += torch.einsum("hgqk,khd->qhgd", dscores, k[keys].to(dtype)).flatten(1, 2)
+            into.dq[rows].add_(torch.einsum("hgqk,khd->qhgd", dscores, k[keys].to(dtype)).flatten(1, 2))
             query = q[rows].to(dtype).unflatten(1, (kv_heads, -1))
-            into.dk[keys] += torch.einsum("hgqk,qhgd->khd", dscores, query)
+            into.dk[keys].add_(torch.einsum("hgqk,qhgd->khd", dscores, query))
 
 
 def _chunks(work: WorkList, q: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:

@@ -60,9 +60,9 @@ class TorchCpuFlash(Kernel):
             dout_, q_, k_, v_, out_ = _heads_first(dout[rows], q[rows], k[keys], v[keys], out[rows])
             lse_ = lse[rows].transpose(0, 1).unsqueeze(0)
             dq, dk, dv = _backward(dout_, q_, k_, v_, out_, lse_, 0.0, work.causal, scale=scale)
-            into.dq[rows] += dq[0].transpose(0, 1)[..., :dim_qk]
-            into.dk[keys] += dk[0].transpose(0, 1)[..., :dim_qk]
-            into.dv[keys] += dv[0].transpose(0, 1)[..., :dim_v]
+            into.dq[rows].add_(dq[0].transpose(0, 1)[..., :dim_qk])
+            into.dk[keys].add_(dk[0].transpose(0, 1)[..., :dim_qk])
+            into.dv[keys].add_(dv[0].transpose(0, 1)[..., :dim_v])
 
 
 def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -1,10 +1,11 @@
 """Work lists as calls of variable-length kernels, which take packed rows and cumulative lengths.
 
 A package's kernel wants the sequences of a call one after the other, so query rows and keys that do not lie so are
-gathered (one index_select of a stage's rows; a slice where they do). KV ranges of a work list may overlap, where a rank
-holds several pieces of one document; two gradients for one row in one call would race, so such a list becomes several
-calls, each with disjoint ranges. Then no call reads or writes a row of a tensor that it does not own, every row of a
-gradient buffer is written, and a stage needs at most one packed copy of its KV.
+gathered (one index_select of a stage's rows; a slice where they do). KV ranges of a work list may overlap, where a
+rank holds several pieces of one document: such rows are packed more than once, and their gradients are summed layer by
+layer, a layer being items with disjoint ranges, so that no sum depends on a race. A call packs at most ``MAX_REPEATS``
+times the stage's KV; what would need more is cut into several calls. So no call reads or writes a row of a tensor that
+it does not own, and every row of a gradient buffer is written.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ import torch
 from megatron_fcp.plan.arrays import offsets, ranges
 from megatron_fcp.runtime.kernels.base import Gradients, Kernel, Rows, WorkList
 
+MAX_REPEATS = 2
+
 
 @dataclass(frozen=True)
 class Call:
-    """Items of a work list whose KV ranges are disjoint and ascending, packed.
+    """Items of a work list, packed.
 
     Attributes
     ----------
     rows, keys : Rows
-        Query and KV rows, item after item.
+        Query and KV rows, item after item; keys may repeat.
     place : Rows
         Where the query rows lie among the rows of the whole work list.
+    sums : tuple of (packed, target) : tuple of (Rows, Rows)
+        Layer by layer, which packed KV rows add to which KV rows; none occurs twice in a layer.
     cu_seqlens_q, cu_seqlens_kv : Tensor, shape [num_items + 1], int32
     max_seqlen_q, max_seqlen_kv : int
         On the host, so that no kernel has to ask the device for them.
@@ -38,6 +43,7 @@ class Call:
     rows: Rows
     keys: Rows
     place: Rows
+    sums: tuple[tuple[Rows, Rows], ...]
     cu_seqlens_q: torch.Tensor
     cu_seqlens_kv: torch.Tensor
     max_seqlen_q: int
@@ -46,28 +52,51 @@ class Call:
 
 
 def split_calls(work: WorkList) -> tuple[Call, ...]:
-    """Calls of a work list: each item goes into the first call whose KV ranges end before its own begins."""
-    members: list[list[int]] = []
-    ends: list[int] = []
-    for i, (_, _, kv_start, kv_stop) in enumerate(work.items):
-        call = next((n for n, end in enumerate(ends) if end <= kv_start), len(ends))
-        if call == len(ends):
-            members.append([])
-            ends.append(0)
-        members[call].append(i)
-        ends[call] = kv_stop
+    """Calls of a work list: as many of its layers together as ``MAX_REPEATS`` allows."""
     items = np.array(work.items, dtype=np.int64).reshape(-1, 4)
-    packed = offsets(items[:, 1] - items[:, 0])
-    return tuple(_call(items[chosen], packed[:-1][chosen], work) for chosen in members)
+    kv = items[:, 3] - items[:, 2]
+    layer = _layers(items)
+    room = MAX_REPEATS * int(items[:, 3].max() - items[:, 2].min())
+    call = np.zeros(len(items), dtype=np.int64)
+    packed = last = 0
+    for n in range(int(layer.max()) + 1):
+        rows = int(kv[layer == n].sum())
+        if packed + rows > room:
+            packed, last = 0, last + 1
+        packed += rows
+        call[layer == n] = last
+    place = offsets(items[:, 1] - items[:, 0])[:-1]
+    members = [np.flatnonzero(call == n) for n in range(last + 1)]
+    return tuple(_call(items[m], place[m], layer[m], work) for m in members)
 
 
-def _call(items: np.ndarray, packed: np.ndarray, work: WorkList) -> Call:
+def _layers(items: np.ndarray) -> np.ndarray:
+    """Layer of each item: the first one whose KV ranges end before its own begins."""
+    layer = np.zeros(len(items), dtype=np.int64)
+    ends: list[int] = []
+    for i, (kv_start, kv_stop) in enumerate(items[:, 2:].tolist()):
+        chosen = next((n for n, end in enumerate(ends) if end <= kv_start), len(ends))
+        if chosen == len(ends):
+            ends.append(0)
+        ends[chosen] = kv_stop
+        layer[i] = chosen
+    return layer
+
+
+def _call(items: np.ndarray, place: np.ndarray, layer: np.ndarray, work: WorkList) -> Call:
     device = work.cu_seqlens_q.device
     q, kv = items[:, 1] - items[:, 0], items[:, 3] - items[:, 2]
+    first = offsets(kv)[:-1]
+    members = [np.flatnonzero(layer == n) for n in np.unique(layer)]
+    keys = ranges(items[:, 2], kv)
+    once = len(members) == 1
     return Call(
         rows=Rows.of(ranges(items[:, 0], q), device),
-        keys=Rows.of(ranges(items[:, 2], kv), device),
-        place=Rows.of(ranges(packed, q), device),
+        keys=Rows.of(keys, device) if once else Rows(keys.size, None, torch.from_numpy(keys).to(device)),
+        place=Rows.of(ranges(place, q), device),
+        sums=tuple(
+            (Rows.of(ranges(first[m], kv[m]), device), Rows.of(ranges(items[m, 2], kv[m]), device)) for m in members
+        ),
         cu_seqlens_q=torch.from_numpy(offsets(q).astype(np.int32)).to(device),
         cu_seqlens_kv=torch.from_numpy(offsets(kv).astype(np.int32)).to(device),
         max_seqlen_q=int(q.max()),
@@ -145,8 +174,9 @@ class VarlenKernel(Kernel):
             v_, lse_ = _pad(call.keys.take(v), dim_v), call.rows.take(lse)
             dq, dk, dv = self.differentiate(dout_, q_, k_, v_, out_, lse_, call, scale)
             _add(into.dq, call.rows, dq[..., : q.shape[2]])
-            _add(into.dk, call.keys, dk[..., : q.shape[2]])
-            _add(into.dv, call.keys, dv[..., : v.shape[2]])
+            for packed, target in call.sums:
+                _add(into.dk, target, packed.take(dk)[..., : q.shape[2]])
+                _add(into.dv, target, packed.take(dv)[..., : v.shape[2]])
 
 
 def _pad(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -159,7 +189,7 @@ def _pad(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 def _add(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
     """``total[rows] += part``; no row occurs twice, so the sum has one order and the same bits in every run."""
     if rows.start is not None:
-        total[rows.start : rows.start + rows.count] += part
+        total[rows.start : rows.start + rows.count].add_(part)  # `+=` on a slice would copy it onto itself as well
     else:
         assert rows.index is not None
         total.index_add_(0, rows.index, part.to(total.dtype))
