@@ -113,7 +113,7 @@ class ForwardPass:
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Output in q's dtype and log-sum-exp in the accumulator's."""
         steps = self.plan.rank_plan.forward
-        _enter(self.comm, "forward of attention", self.plan, len(steps))
+        _enter(self.comm, "forward of attention", self.plan, steps)
         for i, step in enumerate(steps):
             _at(self.comm, i, step)
             with span("forward", step):
@@ -178,7 +178,7 @@ class BackwardPass:
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dq, dk, dv) in the dtype of the inputs."""
         steps = self.plan.rank_plan.backward
-        _enter(self.comm, "backward of attention", self.plan, len(steps))
+        _enter(self.comm, "backward of attention", self.plan, steps)
         for i, step in enumerate(steps):
             _at(self.comm, i, step)
             with span("backward", step):
@@ -207,9 +207,9 @@ class BackwardPass:
         self.kernel.backward(self.dout, self.q, k, v, self.out, self.lse, work, self.scale, into)
 
 
-def _enter(comm: Transport | None, task: str, plan: CompiledPlan, num_steps: int) -> None:
+def _enter(comm: Transport | None, task: str, plan: CompiledPlan, steps: tuple[Step, ...]) -> None:
     if comm is not None:
-        comm.position.enter(task, plan.rank_plan.digest, num_steps)
+        comm.position.enter(task, plan.rank_plan.digest, len(steps), steps)
 
 
 def _at(comm: Transport | None, index: int, step: Step) -> None:

@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from megatron_fcp.runtime.dump import describe_steps
 from megatron_fcp.runtime.errors import FcpError, FcpTimeout, PeerLost, PlanMismatch
 from megatron_fcp.runtime.groups import make_groups
+from megatron_fcp.runtime.rounds import bounded
 from megatron_fcp.runtime.transport import Message, Pending, Position
 from megatron_fcp.runtime.watch import Board, RankState, Watch, explain, name_ranks
 
-# A group call with tens of thousands of operations hangs (https://github.com/pytorch/pytorch/issues/174288). Both
-# sides of a pair list the same messages, so counting per pair and direction cuts them at the same places.
-MAX_OPS_PER_PEER = 64
 SETUP_TIMEOUT_S = 600.0  # processes may reach the creation of the group minutes apart
 _incarnations: Counter[str] = Counter()
 
@@ -161,7 +160,7 @@ class Communicator:
         self._check_usable()
         where = str(self.position)
         pending = _Round(self, where)
-        for some_sends, some_recvs in _bounded(sends, recvs):
+        for some_sends, some_recvs in bounded(sends, recvs):
             ops = [dist.P2POp(dist.isend, t, self.global_ranks[peer], self.group) for peer, t in some_sends]
             ops += [dist.P2POp(dist.irecv, t, self.global_ranks[peer], self.group) for peer, t in some_recvs]
             peers = [peer for peer, _ in (*some_sends, *some_recvs)]
@@ -292,6 +291,9 @@ class Communicator:
         report = (
             f"FCP group {self._title}: on rank {self.rank}, to {text} in {self.position} {what}\n{cause}\n({error})"
         )
+        steps = describe_steps(self.position)
+        if steps:
+            report += f"\nplan {self.position.digest}, {self.position.task}, as rank {self.rank} executes it:\n{steps}"
         failure: FcpError = FcpTimeout(report) if late else PeerLost(report)
         self._stop_using(failure)
         return failure
@@ -343,22 +345,6 @@ class _Round:
             torch.cuda.current_stream(self.comm.device).wait_event(self.event)
             self.event = None
             self.tensors.clear()
-
-
-def _bounded(sends: Sequence[Message], recvs: Sequence[Message]) -> list[tuple[list[Message], list[Message]]]:
-    """Cut a round into group calls with at most ``MAX_OPS_PER_PEER`` operations per peer and direction."""
-    calls: list[tuple[list[Message], list[Message]]] = []
-    for side, messages in enumerate((sends, recvs)):
-        seen: Counter[int] = Counter()
-        for peer, tensor in messages:
-            if tensor.numel() == 0:
-                continue  # on both sides, which list the same sizes
-            call = seen[peer] // MAX_OPS_PER_PEER
-            seen[peer] += 1
-            while len(calls) <= call:
-                calls.append(([], []))
-            calls[call][side].append((peer, tensor))
-    return calls
 
 
 def _is_timeout(error: Exception) -> bool:

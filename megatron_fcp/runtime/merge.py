@@ -34,6 +34,7 @@ class Accumulator:
         self._sum = torch.zeros(num_tokens, num_heads, head_dim_v, dtype=dtype, device=like.device)
         self._weight = torch.zeros(num_tokens, num_heads, dtype=dtype, device=like.device)
         self._peak = torch.full((num_tokens, num_heads), -torch.inf, dtype=dtype, device=like.device)
+        self._merged = False
 
     def add(self, rows: Rows, out: torch.Tensor, lse: torch.Tensor, *, first: bool = False) -> None:
         """Merge a partial result.
@@ -56,6 +57,7 @@ class Accumulator:
             rows.put(self._weight, (~nothing).to(lse.dtype))
             rows.put(self._peak, lse)
             return
+        self._merged = True
         old_peak = rows.take(self._peak)
         new_peak = torch.maximum(old_peak, lse)
         shift = new_peak.masked_fill(torch.isneginf(new_peak), 0.0)  # -inf - -inf would be NaN
@@ -74,6 +76,8 @@ class Accumulator:
         lse : Tensor, shape [num_tokens, num_heads]
             -inf where no key was seen.
         """
+        if not self._merged:  # weights are 1, or 0 where nothing was seen
+            return self._sum, self._peak
         lse = self._peak + torch.log(self._weight)
         nothing = self._weight == 0
         return self._sum.div_(self._weight.masked_fill_(nothing, 1.0).unsqueeze(-1)), lse

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_fcp.plan.program import Step
+
 Message = tuple[int, torch.Tensor]  # (peer's rank in the group, contiguous tensor)
 
 
@@ -28,6 +30,8 @@ class Position:
         Step of the pass.
     round : str
         Such as "pull round 3"; empty between rounds.
+    steps : sequence of Step
+        Those of the pass, for reports; empty outside an attention.
     """
 
     task: str = "nothing yet"
@@ -35,10 +39,11 @@ class Position:
     step: int = 0
     num_steps: int = 0
     round: str = ""
+    steps: Sequence[Step] = ()
 
-    def enter(self, task: str, digest: str, num_steps: int) -> None:
+    def enter(self, task: str, digest: str, num_steps: int, steps: Sequence[Step] = ()) -> None:
         """Begin a pass."""
-        self.task, self.digest, self.num_steps = task, digest, num_steps
+        self.task, self.digest, self.num_steps, self.steps = task, digest, num_steps, steps
         self.step, self.round = 0, ""
 
     def __str__(self) -> str:

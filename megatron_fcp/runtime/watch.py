@@ -161,7 +161,7 @@ class Board:
         states: dict[int, RankState] = {}
         deadline = time.monotonic() + seconds
         while self.reachable:
-            for rank in range(self._size):
+            for rank in [r for r in range(self._size) if r not in states]:
                 key = f"state/{rank}"
                 if self._try(lambda key=key: self._store.check([key])):
                     text = self._try(lambda key=key: self._store.get(key))

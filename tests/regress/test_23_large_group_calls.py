@@ -10,7 +10,7 @@ from megatron_fcp.plan.arrays import frozen
 from megatron_fcp.plan.schedule import schedule_rounds
 from megatron_fcp.plan.transfers import coalesce, needed_blocks
 from megatron_fcp.runtime import Communicator
-from megatron_fcp.runtime.communicator import MAX_OPS_PER_PEER
+from megatron_fcp.runtime.rounds import MAX_OPS_PER_PEER
 from megatron_fcp.testing.attention_check import (
     TOLERANCE,
     Model,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_fcp.plan import Plan
-from megatron_fcp.runtime import Communicator, communicator
+from megatron_fcp.runtime import Communicator, rounds
 from megatron_fcp.runtime.transport import Message, Pending
 from megatron_fcp.testing.attention_check import (
     RankResult,
@@ -53,7 +53,7 @@ def plan_of(cp_size: int, seed: int) -> tuple[Case, Plan]:
 
 
 def run_cases(comm: Communicator) -> list[RankResult]:
-    communicator.MAX_OPS_PER_PEER = 3
+    rounds.MAX_OPS_PER_PEER = 3
     comm.warm_up()
     results = []
     for seed in range(CASES):

@@ -149,6 +149,9 @@ def check_survivors(ends: Ends, words: str) -> None:
         if failure.kind == "raised":
             assert failure.error.startswith(("FcpTimeout", "PeerLost", "PlanMismatch")), failure
             assert f"on rank {failure.rank}" in failure.details
+            if "of attention" in failure.error:
+                assert "as rank" in failure.details, "the report shows the rank's part of the plan"
+                assert len(re.findall(r"^> \d+ ", failure.details, re.MULTILINE)) > 0, failure
 
 
 @pytest.mark.parametrize("what", ["killed", "crashed"])
