@@ -17,7 +17,8 @@ from megatron_fcp.plan.shape import BlockShapes, blocks_price
 DBG=0
 TRADES_PER_RANK = 24
 CHEAP_SHARE = 0.25
-LIGHTEST = 12  # ranks that a heavy one may trade with
+NEIGHBOUR = 0.7  # of the densest need that is enough for a rank that holds the block next to a piece
+LIGHTEST = 48  # ranks that a heavy one may trade with
 SIZES = 5  # pieces of 1, 2, 4, 8 and 16 blocks are traded
 GOOD_ENOUGH = 1.002  # of the mean
 
@@ -141,7 +142,9 @@ def _place(
                 for j in range(k):
                     scratch[j] = b + j
                 price = blocks_price(scratch, k, shapes, qh, kh)
-            rank, spare = _densest(b, left, room, k, price, cheap, shapes, far, have, fetched, bearable, ranks_per_node)
+            rank, spare = _densest(
+                b, left, room, k, price, cheap, owner, shapes, far, have, fetched, bearable, ranks_per_node
+            )
             if rank < 0 or (k > 1 and spare < -0.005 * target and price > 0.03 * target):
                 half = k // 2
                 first[depth], count[depth] = b + half, k - half
@@ -172,8 +175,8 @@ def _fetch(
 
 @njit(cache=True)
 def _densest(
-    block: int, left: FloatArray, room: IntArray, count: int, price: float, cheap: float, shapes: BlockShapes,
-    far: IntArray, have: IntArray, fetched: FloatArray, bearable: float, ranks_per_node: int,
+    block: int, left: FloatArray, room: IntArray, count: int, price: float, cheap: float, owner: IntArray,
+    shapes: BlockShapes, far: IntArray, have: IntArray, fetched: FloatArray, bearable: float, ranks_per_node: int,
 ) -> tuple[int, float]:  # fmt: skip
     """Rank with room that needs the most price per free slot and can bear these blocks; else the one it hurts least.
 
@@ -200,6 +203,12 @@ def _densest(
             near = r
         if best < 0 or left[r] * room[best] > left[best] * room[r]:
             best = r
+    for b in (block - 1, block + count):  # a rank that holds a neighbour saves a cut
+        if best >= 0 and 0 <= b < owner.size and owner[b] >= 0:
+            r = owner[b]
+            spare = left[r] - price - (room[r] - count) * cheap
+            if room[r] >= count and spare >= 0 and left[r] * room[best] >= NEIGHBOUR * left[best] * room[r]:
+                return r, 0.0
     if near >= 0:
         return near, 0.0
     return (best, 0.0) if best >= 0 else (fallback, most)
@@ -232,11 +241,11 @@ def _settle(
     for turn in range(TRADES_PER_RANK * cp_size):
         heavy = -1
         for r in range(cp_size):
-            if tried[r] < 3 and (heavy < 0 or price[r] > price[heavy]):
+            if tried[r] < LIGHTEST // 4 and (heavy < 0 or price[r] > price[heavy]):
                 heavy = r
         if heavy < 0 or price[heavy] < mean * GOOD_ENOUGH:
             break
-        if turn % (LIGHTEST // 4) == 0 or tried[heavy]:
+        if turn % 4 == 0 and not tried[heavy]:
             lights = np.argsort(price)[:LIGHTEST]
         num_give = _ends(held[heavy], slots, value, late, give)
         done = False
@@ -310,9 +319,9 @@ def _ends(blocks: IntArray, slots: int, value: FloatArray, late: IntArray, out: 
 @njit(cache=True)
 def _best_pair(give: FloatArray, num_give: int, take: FloatArray, num_take: int, want: float) -> tuple[int, int]:
     """Equally long pieces whose values differ by about ``want``; (-1, -1) if none comes near."""
-    best_i, best_j, best = -1, -1, 0.8 * want
+    best_i, best_j, best = -1, -1, 0.85 * want
     for i in range(num_give):
-        if give[2, i] < want:
+        if give[2, i] < 0.15 * want:
             continue
         for j in range(num_take):
             if give[0, i] == take[0, j]:

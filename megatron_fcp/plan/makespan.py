@@ -32,9 +32,9 @@ from megatron_fcp.plan.units import Sharing, share_out
 REFINEMENTS = 3  # cuts of the stream after the first, each with the filler prices of the one before
 WIDEST_RUN = 0.35  # share of a rank's tokens; earlier parts of a long document are cut like the rest of the stream
 BEARABLE = 0.4  # share of the mean compute time in which a rank of a node may fetch from outside
-ROUNDS_PER_STEP = 64  # the mean compute time over the time of one round
-LEAST_ROUND, MOST_ROUND = 512, 8192  # tokens between nodes in one round
-RUN_BLOCKS = 4  # blocks that the deepest run should have at least
+ROUNDS_PER_STEP = 96  # the mean compute time over the time of one round
+LEAST_ROUND, MOST_ROUND = 512, 32768  # tokens between nodes in one round
+RUN_BLOCKS = 3  # blocks that the deepest run should have at least
 SMALLEST, LARGEST = 128, 1024  # tokens per block, where tokens per rank allow it
 
 
@@ -152,12 +152,11 @@ def _fewest_rounds(transfers: Transfers, cp_size: int) -> Transfers:
 
 
 def _schedule(sharing: Sharing, transfers: Transfers, stage_ends: tuple[IntArray, ...]) -> CommSchedule:
-    """Messages sorted by round, sender and receiver, their blocks ascending."""
-    order = np.lexsort((transfers.dst, transfers.src, transfers.round))
+    """Messages sorted by round and sender, of which a round has one per tier."""
+    cp_size = sharing.rank_ptr.size - 1
+    order = np.argsort((transfers.round * cp_size + transfers.src) * cp_size + transfers.dst)
     count = np.diff(transfers.message_ptr)[order]
     unit = transfers.unit[ranges(transfers.message_ptr[order], count)]
-    message = np.repeat(np.arange(order.size), count)
-    unit = unit[np.lexsort((unit, message))]  # a document's units ascend with its blocks
     blocks = sharing.unit_count[unit]
     messages = Messages(
         frozen(transfers.src[order]),

@@ -19,6 +19,9 @@ from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.shape import BlockShapes, blocks_price, rectangle, triangle
 
 
+SPARE = 1.0  # by which filler is priced higher than the cheapest: not every rank gets just that
+
+
 class Pieces(NamedTuple):
     """Consecutive blocks that go to a rank together; all arrays of shape [num_pieces].
 
@@ -202,5 +205,5 @@ def filler_prices(pieces: Pieces, slots: int, target: float, depth_of: IntArray)
     edges = np.linspace(0, runs.size, min(16, runs.size) + 1).astype(np.int64)
     spent = np.interp(room[edges], blocks, price)
     taken = np.maximum(np.minimum(room[edges[1:]], blocks[-1]) - np.minimum(room[edges[:-1]], blocks[-1]), 1e-9)
-    filler = np.minimum(np.maximum.accumulate(np.diff(spent) / taken), target / slots / 2)
+    filler = np.minimum(np.maximum.accumulate(SPARE * np.diff(spent) / taken), target / slots / 2)
     return depth_of[runs][edges[1:] - 1][::-1].astype(np.float64), filler[::-1].copy()

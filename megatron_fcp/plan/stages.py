@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_fcp.plan.arrays import FloatArray, IntArray
+from megatron_fcp.plan.delivery import grouped
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.shape import BlockShapes
 from megatron_fcp.plan.swarm import Transfers
@@ -72,9 +73,8 @@ def cut_by_arrival(
         KV tokens of every unit.
     """
     message = np.repeat(np.arange(transfers.src.size), np.diff(transfers.message_ptr))
-    order = np.argsort(transfers.dst[message], kind="stable")
+    order, ptr = grouped(transfers.dst[message], local_s.size)
     message = message[order]
-    ptr = np.searchsorted(transfers.dst[message], np.arange(local_s.size + 1))
     seen = _queries(sharing, shapes, owner, transfers, order)
     return _cut(
         ptr, transfers.round[message], end[message], transfers.share[order],

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import IntArray
+from megatron_fcp.plan.arrays import FloatArray, IntArray
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.units import Sharing
 
@@ -105,6 +105,10 @@ def _spread(
     unit, share, parent = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
     by = np.full(words[-1] * 64, -1, dtype=np.int64)  # message that brought a unit to a share
     copies = np.ones(sharing.unit_first.size, dtype=np.int64)
+    mean_blocks = np.zeros(sharing.unit_ptr.size - 1)
+    for u in range(sharing.unit_first.size):
+        d = sharing.unit_document[u]
+        mean_blocks[d] += sharing.unit_count[u] / (sharing.unit_ptr[d + 1] - sharing.unit_ptr[d])
     busy = np.full((2, cp_size), -1, dtype=np.int64)  # last round in which a rank sends
     m = n = landed = 0
     round_ = 0
@@ -118,8 +122,8 @@ def _spread(
             cap = limit if tier else int(limit * fast)
             for r in order:
                 e, o = _match(
-                    r, tier, round_, cap, sharing, words, node_share, node_rows, held, want, claimed, remaining, copies,
-                    busy,
+                    r, tier, round_, cap, sharing, words, node_share, node_rows, held, want, claimed, remaining,
+                    mean_blocks, busy,
                 )  # fmt: skip
                 if e < 0:
                     continue
@@ -162,11 +166,11 @@ def _match(
     want: IntArray,
     claimed: IntArray,
     remaining: IntArray,
-    copies: IntArray,
+    mean_blocks: FloatArray,
     busy: IntArray,
 ) -> tuple[int, int]:
     """The receiver's and the sender's share for this round; (-1, -1) if nobody who is free has what ``r`` lacks."""
-    best_e, best_o, most = -1, -1, 0
+    best_e, best_o, most = -1, -1, 0.0
     for i in range(sharing.rank_ptr[r], sharing.rank_ptr[r + 1]):
         e = sharing.rank_share[i]
         if not remaining[e]:
@@ -188,17 +192,16 @@ def _match(
                 o -= high - low
             if busy[tier, sharing.share_rank[o]] == round_ or (tier == 1 and inside_low <= o < inside_high):
                 continue
-            count = 0
+            units = 0
             for w in range(num_words):
                 x = want[at + w] & held[words[o] + w]
                 if tier == 1:
                     x &= ~claimed[claim + w]
-                while x != 0:
-                    low_bit = x & (~x + np.uint64(1))
-                    count += sharing.unit_count[sharing.unit_ptr[d] + w * 64 + bit_index(low_bit)]
-                    x ^= low_bit
-                    if count >= cap:
-                        return e, o
+                if x != 0:
+                    units += count_bits(x)
+            count = units * mean_blocks[d]
+            if count >= cap:
+                return e, o
             if count > most:
                 best_e, best_o, most = e, o, count
     return best_e, best_o
@@ -231,11 +234,10 @@ def _take(
             if tier == 1:
                 x &= ~claimed[words[group] + w]
             while x != 0:
-                low_bit = x & (~x + np.uint64(1))
-                c = copies[base + w * 64 + bit_index(low_bit)]
+                c = copies[base + w * 64 + lowest_bit(x)]
                 if fewest < 0 or c < fewest:
                     fewest = c
-                x ^= low_bit
+                x &= x - np.uint64(1)
         if fewest < 0:
             break
         before = taken
@@ -246,7 +248,7 @@ def _take(
             while x != 0:
                 low_bit = x & (~x + np.uint64(1))
                 x ^= low_bit
-                u = base + w * 64 + bit_index(low_bit)
+                u = base + w * 64 + lowest_bit(low_bit)
                 if copies[u] > fewest or (taken and blocks + sharing.unit_count[u] > cap):
                     continue
                 want[words[e] + w] &= ~low_bit
@@ -258,23 +260,20 @@ def _take(
                 blocks += sharing.unit_count[u]
         if blocks * 10 >= cap * 7 or taken == before:
             break
+    unit[n : n + taken].sort()
     return taken
 
 
 @njit(cache=True)
-def bit_index(bit: int) -> int:
-    """Index of the only bit set."""
-    n = 0
-    if bit & np.uint64(0xFFFFFFFF00000000):
-        n += 32
-    if bit & np.uint64(0xFFFF0000FFFF0000):
-        n += 16
-    if bit & np.uint64(0xFF00FF00FF00FF00):
-        n += 8
-    if bit & np.uint64(0xF0F0F0F0F0F0F0F0):
-        n += 4
-    if bit & np.uint64(0xCCCCCCCCCCCCCCCC):
-        n += 2
-    if bit & np.uint64(0xAAAAAAAAAAAAAAAA):
-        n += 1
-    return n
+def count_bits(x: int) -> int:
+    """Bits set in a 64-bit word."""
+    x = x - ((x >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    x = (x & np.uint64(0x3333333333333333)) + ((x >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    x = (x + (x >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((x * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@njit(cache=True)
+def lowest_bit(x: int) -> int:
+    """Index of the lowest bit set in a word that is not 0."""
+    return count_bits((x & (~x + np.uint64(1))) - np.uint64(1))
