@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MANY_RANKS = 20  # from here on, ranks are told apart by a colour scale and sparse labels
 MAX_LABELLED_CELLS = 400
 MAX_EDGED_BLOCKS = 200
+MAX_SPACED_RANKS = 64
 
 
 def placement_picture(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -63,6 +64,11 @@ def _rank_color(rank: int, cp_size: int, colors: Colormap) -> Any:
     return colors(rank if cp_size <= MANY_RANKS else (rank + 0.5) / cp_size)
 
 
+def _thickness(cp_size: int) -> float:
+    """Height of a rank's bar, with a gap between ranks where there are pixels for it."""
+    return 0.9 if cp_size <= MAX_SPACED_RANKS else 1.0
+
+
 def _two_tiers(plan: Plan) -> bool:
     return 1 < plan.ranks_per_node < plan.cp_size
 
@@ -92,12 +98,14 @@ def _draw_owners(axes: Axes, plan: Plan, colors: Colormap) -> None:
     """Stream on x, rank on y: a block is drawn in the row of its owner."""
     axes.set_title("owner of each block", loc="left", fontsize=10)
     size = plan.table.block_size
-    edge = 0.3 if plan.table.num_blocks <= MAX_EDGED_BLOCKS else 0.0
+    few = plan.table.num_blocks <= MAX_EDGED_BLOCKS
+    thick = _thickness(plan.cp_size)
     axes.set_facecolor("0.95")
     for rank in range(plan.cp_size):
         spans = [(block * size, size) for block in plan.placement.blocks_of(rank).tolist()]
         color = _rank_color(rank, plan.cp_size, colors)
-        axes.broken_barh(spans, (rank - 0.45, 0.9), facecolors=color, edgecolor="white", linewidth=edge)
+        edge = {"edgecolor": "white", "linewidth": 0.3} if few else {"edgecolor": color, "linewidth": 0.7}
+        axes.broken_barh(spans, (rank - thick / 2, thick), facecolors=color, **edge)  # edges keep thin blocks visible
     _rank_axis(axes, plan.cp_size)
     axes.set_xlabel("token of the stream")
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -109,11 +117,13 @@ def _draw_load(axes: Axes, plan: Plan, colors: Colormap) -> None:
     """Query-key pairs of each rank against their mean."""
     cost = plan.placement.rank_cost(plan.table)
     load = cost / cost.mean() if cost.any() else np.ones(plan.cp_size)
-    axes.set_title(f"compute, max / mean {load.max():.3f}", loc="left", fontsize=10)
+    axes.set_title(f"compute (query-key pairs), max {load.max():.3f}", loc="left", fontsize=10)
     ranks = range(plan.cp_size)
-    axes.barh(ranks, load, height=0.9, color=[_rank_color(rank, plan.cp_size, colors) for rank in ranks])
+    axes.barh(
+        ranks, load, height=_thickness(plan.cp_size), color=[_rank_color(rank, plan.cp_size, colors) for rank in ranks]
+    )
     axes.axvline(1, color="black", linestyle="--", linewidth=1)
-    axes.set_xlabel("query-key pairs over their mean")
+    axes.set_xlabel("pairs over their mean")
     axes.set_xlim(0, 1.08 * float(load.max()))
     _rank_axis(axes, plan.cp_size)
 
@@ -138,12 +148,13 @@ def _draw_rounds(axes: Axes, plan: Plan, colors: Colormap) -> None:
     tiers = 1 + _two_tiers(plan)
     labelled = schedule.num_rounds * cp_size <= MAX_LABELLED_CELLS
     messages = zip(schedule.message_round.tolist(), schedule.messages.src.tolist(), schedule.messages.dst.tolist())
+    thick = _thickness(cp_size)
     corners: list[list[tuple[float, float]]] = []
     faces: list[Any] = []
     for round_, src, dst in messages:
         between = src // plan.ranks_per_node != dst // plan.ranks_per_node
-        low = dst - 0.45 + (0.45 if tiers == 2 and between else 0)
-        high = low + 0.9 / tiers
+        low = dst - thick / 2 + (thick / 2 if tiers == 2 and between else 0)
+        high = low + thick / tiers
         left, right = round_ - 0.47, round_ + 0.47
         corners.append([(left, low), (right, low), (right, high), (left, high)])
         faces.append(_rank_color(src, cp_size, colors))
