@@ -117,7 +117,7 @@ def _draw_load(axes: Axes, plan: Plan, colors: Colormap) -> None:
     """Query-key pairs of each rank against their mean."""
     cost = plan.placement.rank_cost(plan.table)
     load = cost / cost.mean() if cost.any() else np.ones(plan.cp_size)
-    axes.set_title(f"compute (query-key pairs), max {load.max():.3f}", loc="left", fontsize=10)
+    axes.set_title(f"compute, max / mean {load.max():.3f}", loc="left", fontsize=10)
     ranks = range(plan.cp_size)
     axes.barh(
         ranks, load, height=_thickness(plan.cp_size), color=[_rank_color(rank, plan.cp_size, colors) for rank in ranks]
