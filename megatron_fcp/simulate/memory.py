@@ -1,4 +1,4 @@
-"""Memory of every rank: weights, activations, and what a plan holds of other ranks' KV.
+"""Memory of the busiest rank: weights, activations, and what a plan holds of other ranks' KV.
 
 An estimate to refuse what cannot fit, not an allocator: weights in bf16 with fp32 gradients and Adam states sharded
 over data- and context-parallel ranks (Megatron's distributed optimizer), activations after
@@ -11,53 +11,51 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import FloatArray, IntArray, offsets
+from megatron_fcp.plan.arrays import IntArray
 from megatron_fcp.plan.plan import Plan
 from megatron_fcp.simulate.case import Case
-from megatron_fcp.simulate.lower import PUSH_FACTOR, message_stages
+from megatron_fcp.simulate.lower import PUSH_FACTOR
 from megatron_fcp.simulate.models import ModelShape, Parallel
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per rank of the heaviest pipeline stage.
+    """Bytes of the busiest rank on the heaviest pipeline stage.
 
     Attributes
     ----------
     weights, activations : float
         The same on every rank of a context-parallel group.
-    buffers : FloatArray, shape [cp_size]
-        KV of two stages, and in backward their partial dKV.
+    buffers : float
+        KV of other ranks, their partial dKV, and what arrives of one's own, at the worst moment of a backward pass.
+    rank : int
+        The busiest.
     """
 
     weights: float
     activations: float
-    buffers: FloatArray
+    buffers: float
+    rank: int
 
     @property
-    def total(self) -> FloatArray:
-        """Bytes of each rank, shape [cp_size]."""
+    def total(self) -> float:
+        """Bytes of the busiest rank."""
         return self.weights + self.activations + self.buffers
 
-    @property
-    def busiest(self) -> int:
-        """Rank with the most."""
-        return int(self.total.argmax())
-
     def check(self, case: Case) -> None:
-        """Raise if a rank needs more than the cluster has.
+        """Raise if the busiest rank needs more than the cluster has.
 
         Raises
         ------
         ValueError
-            Naming the busiest rank, what it needs and by how much that is too much.
+            Naming the rank, what it needs and by how much that is too much.
         """
-        need, have = float(self.total[self.busiest]), case.hardware.memory_bytes
-        if need > have:
+        have = case.hardware.memory_bytes
+        if self.total > have:
             raise ValueError(
-                f"rank {self.busiest} needs {need / 1e9:.1f} GB ({self.weights / 1e9:.1f} weights and optimizer, "
-                f"{self.activations / 1e9:.1f} activations, {self.buffers[self.busiest] / 1e9:.1f} KV of others), "
-                f"{(need - have) / 1e9:.1f} GB more than the {have / 1e9:.1f} GB of {case.hardware.name}; raise "
+                f"rank {self.rank} needs {self.total / 1e9:.1f} GB ({self.weights / 1e9:.1f} weights and optimizer, "
+                f"{self.activations / 1e9:.1f} activations, {self.buffers / 1e9:.1f} KV of others), "
+                f"{(self.total - have) / 1e9:.1f} GB more than the {have / 1e9:.1f} GB of {case.hardware.name}; raise "
                 "--cp-size, --tensor or --pipeline, turn on --recompute, or lower --tokens-per-rank"
             )
 
@@ -77,8 +75,8 @@ def step_memory(plan: Plan | None, case: Case, model: ModelShape, parallel: Para
     weights = held * (2 + 4 + 12 / replicas)
     sharded = experts / parallel.tensor / parallel.expert
     weights += sharded * (2 + 4 + 12 / max(replicas / parallel.expert, 1))
-    buffers = np.zeros(case.cp_size) if plan is None else held_bytes(plan, case)
-    return Memory(weights, activation_bytes(case, model, parallel), buffers)
+    rank, tokens = (0, 0) if plan is None else busiest_rank(plan)
+    return Memory(weights, activation_bytes(case, model, parallel), tokens * case.forward.kv_bytes, rank)
 
 
 def activation_bytes(case: Case, model: ModelShape, parallel: Parallel) -> float:
@@ -87,20 +85,40 @@ def activation_bytes(case: Case, model: ModelShape, parallel: Parallel) -> float
     per_token += 2 * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) + 4 * model.num_heads
     per_token += 2 * 3 * model.ffn * model.top_k
     layers, in_flight = model.num_layers // parallel.pipeline, min(parallel.pipeline, parallel.micro_batches)
-    saved = layers * in_flight * (2 * model.hidden if parallel.recompute else per_token)
+    saved = layers * (2 * model.hidden if parallel.recompute else per_token)
     working = per_token if parallel.recompute else 0
     logits = 6 * model.vocab  # bf16 logits and fp32 gradient
-    return case.tokens_per_rank * max(saved + working, layers * per_token + logits) / parallel.tensor
+    return case.tokens_per_rank * (max(saved * in_flight, saved + logits) + working) / parallel.tensor
 
 
-def held_bytes(plan: Plan, case: Case) -> FloatArray:
-    """KV and partial dKV of two neighbouring stages, the runtime's bound; bytes by rank, shape [cp_size]."""
-    stages = offsets([ends.size + 2 for ends in plan.schedule.stage_ends])  # one empty stage behind the last
-    m = plan.schedule.messages
-    tokens = (plan.table.shared_stop - plan.table.shared_start)[m.block]
-    stage: IntArray = np.repeat(message_stages(plan) + stages[m.dst], np.diff(m.ptr))
-    held = np.bincount(stage, tokens, minlength=int(stages[-1]))
-    pairs = np.maximum.reduceat(held + np.append(held[1:], 0.0), stages[:-1])
-    staging = np.zeros(plan.cp_size)
-    np.maximum.at(staging, m.dst, np.add.reduceat(tokens, m.ptr[:-1]) if len(m) else np.zeros(0))
-    return (pairs * (1 + PUSH_FACTOR) + staging * PUSH_FACTOR) * case.forward.kv_bytes
+def busiest_rank(plan: Plan) -> tuple[int, int]:
+    """The rank that holds most of others' KV and dKV in backward, and how much: tokens of bf16 KV.
+
+    Exact peaks come from the ranks' programs of steps; a cheap bound says which ranks need not be looked at.
+    """
+    bound = held_bound(plan)
+    best, most = 0, -1
+    for rank in np.argsort(-bound, kind="stable").tolist():
+        if bound[rank] <= most:
+            break
+        held = held_tokens(plan, rank)
+        if held > most:
+            best, most = rank, held
+    return best, max(most, 0)
+
+
+def held_tokens(plan: Plan, rank: int) -> int:
+    """Most that ``rank`` holds in backward, in tokens of bf16 KV."""
+    peak = plan.rank_plan(rank).peak_backward
+    return peak.kv_tokens + PUSH_FACTOR * peak.dkv_tokens
+
+
+def held_bound(plan: Plan) -> IntArray:
+    """What no rank's :func:`held_tokens` exceeds, shape [cp_size]: all that it receives, and two arriving pushes."""
+    tokens = plan.table.shared_stop - plan.table.shared_start
+    received, staged = np.zeros((2, plan.cp_size), dtype=np.int64)
+    pulls, pushes = plan.schedule.messages, plan.push.messages
+    np.add.at(received, np.repeat(pulls.dst, np.diff(pulls.ptr)), tokens[pulls.block])
+    if len(pushes):
+        np.maximum.at(staged, pushes.dst, np.add.reduceat(tokens[pushes.block], pushes.ptr[:-1]))
+    return received * (1 + PUSH_FACTOR) + 4 * staged * PUSH_FACTOR

@@ -49,9 +49,9 @@ def summarise(
             "linear_seconds": step.linear,
             "bubble": step.bubble,
             "tokens_per_second": step.tokens_per_second(case, parallel or Parallel()),
-            "memory_bytes_busiest_rank": float(step.memory.total.max()),
-            "busiest_rank": step.memory.busiest,
-            "memory_bytes_of_others_kv": float(step.memory.buffers.max()),
+            "memory_bytes_busiest_rank": step.memory.total,
+            "busiest_rank": step.memory.rank,
+            "memory_bytes_of_others_kv": step.memory.buffers,
         }
         step.memory.check(case)
     return out
