@@ -89,9 +89,21 @@ def wrap_add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., A
     """Seam: Megatron's parser gets FCP's group as well."""
 
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_arguments(original(parser))
+        parser = add_arguments(original(parser))
+        _repair_help(parser)
+        return parser
 
     return add_megatron_arguments
+
+
+def _repair_help(parser: argparse.ArgumentParser) -> None:
+    """Make ``--help`` work: in megatron-core 0.19.2 it stops at a per cent sign that a help text does not escape."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except ValueError:
+            assert action.help is not None
+            action.help = action.help.replace("%", "%%")
 
 
 def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,11 +57,18 @@ class Boundaries:
         cu_seqlens : Tensor, shape [num_documents + 1] or [num_samples, num_documents + 1]
             Rows count from the start of their sample.
         seq_length : int
+
+        Raises
+        ------
+        ValueError
+            If the offsets do not begin with 0.
         """
         rows = cu_seqlens.cpu().numpy().astype(np.int64)
         if rows.ndim == 2:
             rows = rows + np.arange(rows.shape[0])[:, None] * seq_length
         offsets = frozen(rows.reshape(-1))
+        if not offsets.size or offsets[0]:
+            raise ValueError(f"cu_seqlens must begin with 0, got {offsets[:4].tolist()}...")
         num_tokens = -(-int(offsets[-1]) // seq_length) * seq_length
         return Boundaries(offsets, num_tokens, False)
 

@@ -1,0 +1,164 @@
+"""What cannot work is refused with flag, value, reason and remedy, on every rank, before anything is built."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import sys
+from typing import Any
+
+import pytest
+from fcp_runs import Runs, fcp
+
+from megatron_fcp.testing.loop import TrainingJob, TrainingLoop, tiny_model_args
+from megatron_fcp.testing.pool import JobError
+
+pytestmark = pytest.mark.megatron
+
+RESIDENT = {"fcp_layout": "resident"}
+# Arguments as Megatron hands them on after its own checks, and what the message must name. Megatron itself refuses some
+# of these values without a GPU or Transformer Engine, so the table is asked directly.
+CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"attention_dropout": 0.1}, ("--attention-dropout 0.1", "pass --attention-dropout 0")),
+    ({"window_size": (128, 0)}, ("--window-size (128, 0)", "--context-parallel-backend native")),
+    ({"softmax_type": "learnable"}, ("--softmax-type learnable", "sink", "pass vanilla")),
+    ({"tensor_model_parallel_size": 4}, ("--num-query-groups 2", "lower --tensor-model-parallel-size")),
+    ({"qk_clip": True}, ("--qk-clip ", "leave it off")),
+    ({"log_max_attention_logit": True}, ("--log-max-attention-logit ", "leave it off")),
+    ({"experimental_attention_variant": "dsa"}, ("--experimental-attention-variant dsa",)),
+    ({"use_kitchen_attention": True}, ("--use-kitchen-attention ",)),
+    ({"hybrid_layer_pattern": "M*M*"}, ("--hybrid-layer-pattern M*M*", "native for hybrid models")),
+    ({"heterogeneous_layers_config_path": "c.json"}, ("--heterogeneous-layers-config-path c.json",)),
+    ({"heterogeneous_layers_config_encoded_json": "{}"}, ("--heterogeneous-layers-config-encoded-json {}",)),
+    ({"decoder_seq_length": 64}, ("--decoder-seq-length 64", "decoder-only")),
+    ({"position_embedding_type": "relative"}, ("--position-embedding-type relative", "use rope")),
+    ({"transformer_impl": "inference_optimized"}, ("--transformer-impl inference_optimized",)),
+    ({"attention_backend": "flash"}, ("--attention-backend flash", "--fcp-kernel")),
+    ({"cuda_graph_impl": "local"}, ("--cuda-graph-impl local", "pass none")),
+    ({"hybrid_context_parallel": True}, ("--hybrid-context-parallel ", "drop it")),
+    ({"hierarchical_context_parallel_sizes": [2, 2]}, ("--hierarchical-context-parallel-sizes [2, 2]",)),
+    ({"cp_comm_type": ["a2a"]}, ("--cp-comm-type a2a", "drop it")),
+    ({"overlap_moe_expert_parallel_comm": True}, ("--overlap-moe-expert-parallel-comm ",)),
+    ({"perform_rl_step": True}, ("--perform-rl-step ", "no inference path")),
+    ({"flash_decode": True}, ("--flash-decode ", "no inference path")),
+    ({"yaml_cfg": "run.yaml"}, ("--yaml-cfg run.yaml", "pass flags")),
+    ({"mtp_num_layers": 1, **RESIDENT}, ("--mtp-num-layers 1", "--fcp-layout resident", "--fcp-layout reshuffle")),
+    ({"mtp_num_layers": 1, "calculate_per_token_loss": True}, ("--mtp-num-layers 1", "--calculate-per-token-loss")),
+    ({"mtp_num_layers": 2, "reset_attention_mask": True}, ("--mtp-num-layers 2", "document boundaries")),
+    (
+        {"moe_router_load_balancing_type": "seq_aux_loss", "num_experts": 4, **RESIDENT},
+        ("--moe-router-load-balancing-type seq_aux_loss", "--fcp-layout resident", "aux_loss"),
+    ),
+    (
+        {"moe_router_load_balancing_type": ["seq_aux_loss"], "num_experts": 4, "micro_batch_size": 2, "sft": True},
+        ("--moe-router-load-balancing-type seq_aux_loss", "--micro-batch-size 1"),
+    ),
+    ({"position_embedding_type": "mrope", **RESIDENT}, ("--position-embedding-type mrope", "reshuffle")),
+    ({"position_embedding_type": "mrope", "sft": True}, ("--position-embedding-type mrope", "document boundaries")),
+    (
+        {"apply_rope_fusion": True, "micro_batch_size": 2, **RESIDENT},
+        ("--micro-batch-size > 1", "pass --no-rope-fusion"),
+    ),
+    (
+        {"apply_rope_fusion": True, "multi_latent_attention": True, **RESIDENT},
+        ("--multi-latent-attention", "pass --no-rope-fusion"),
+    ),
+]
+
+
+def _validated(argv: list[str], world_size: int = 4) -> Any:
+    from megatron.training.arguments import parse_args, validate_args
+
+    os.environ.update(WORLD_SIZE=str(world_size), RANK="0", LOCAL_RANK="0")
+    sys.argv = ["pretrain", *argv]
+    return validate_args(parse_args())
+
+
+def messages(cases: list[dict[str, Any]]) -> list[list[str]]:
+    """Runs in a rank: the refusals of each case."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    import megatron_fcp
+    from megatron_fcp.integration.refusals import refused
+
+    megatron_fcp.register()
+    accepted = _validated(tiny_model_args(context_parallel_size=2))
+    found = []
+    for case in cases:
+        args = copy.copy(accepted)
+        for name, value in case.items():
+            assert hasattr(args, name), f"Megatron has no argument {name}"
+            setattr(args, name, AttnBackend[value] if name == "attention_backend" else value)
+        found.append(list(refused(args)))
+    return found
+
+
+def test_every_refusal_names_flag_value_and_remedy(training_loop: TrainingLoop) -> None:
+    from megatron_fcp.integration.refusals import REFUSALS
+
+    found = training_loop.call("test_fcp_refusals:messages", [case for case, _ in CASES] + [{}])
+    assert found.pop() == []
+    for (case, words), texts in zip(CASES, found, strict=True):
+        assert texts, case
+        joined = "\n".join(texts)
+        for word in words:
+            assert word in joined, case
+        for text in texts:
+            assert re.fullmatch(r".+ cannot be combined with .+: .+; .+", text)
+    told = {text.partition(": ")[2] for texts in found for text in texts}
+    untested = [r.flag for r in REFUSALS if f"{r.reason}; {r.remedy}" not in told]
+    assert untested == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "words"),
+    [
+        ({"fcp_block_size": 24}, "ValueError", ("--fcp-block-size 24", "64 tokens per rank", "16", "32")),
+        ({"fcp_block_size": 0}, "ValueError", ("--fcp-block-size", "at least 1", "0")),
+        ({"fcp_timeout": -1}, "ValueError", ("--fcp-timeout", "positive", "-1")),
+        ({"fcp_ranks_per_node": 0}, "ValueError", ("--fcp-ranks-per-node", "at least 1")),
+        ({"fcp_blocks_per_message": 0}, "ValueError", ("--fcp-blocks-per-message", "at least 1")),
+        ({"fcp_kernel": "cudnn9"}, "ValueError", ("--fcp-kernel 'cudnn9'", "auto")),
+        ({"attention_dropout": 0.1}, "ValueError", ("--attention-dropout 0.1", "pass --attention-dropout 0")),
+        ({"num_query_groups": 1, "tensor_model_parallel_size": 2}, "ValueError", ("--num-query-groups 1",)),
+        ({"fcp_layout": "zigzag"}, "SystemExit", ("--fcp-layout", "'zigzag'", "reshuffle", "resident")),
+        ({"context_parallel_backend": "te"}, "SystemExit", ("--context-parallel-backend", "'te'", "native", "fcp")),
+        ({"fcp_block_size": "x"}, "SystemExit", ("--fcp-block-size", "'x'")),
+    ],
+)
+def test_all_ranks_refuse_before_anything_is_built(
+    training_loop: TrainingLoop, flags: dict[str, Any], error: str, words: tuple[str, ...]
+) -> None:
+    world_size = 2 * flags.get("tensor_model_parallel_size", 1)
+    job = TrainingJob(tiny_model_args(**{**fcp("reshuffle"), **flags}), world_size)
+    with pytest.raises(JobError) as caught:
+        training_loop.run(job)
+    for rank in caught.value.ranks:
+        assert rank.kind == "raised"
+        assert rank.error.startswith(error)
+        text = rank.error if error == "ValueError" else rank.log
+        for word in words:
+            assert word in text
+        assert "initializing torch distributed" not in rank.log
+
+
+def test_block_size_is_checked_on_one_rank_as_well(training_loop: TrainingLoop) -> None:
+    with pytest.raises(JobError, match="--fcp-block-size 24 does not divide the 128 tokens"):
+        training_loop.run(TrainingJob(tiny_model_args(context_parallel_backend="fcp", fcp_block_size=24)))
+
+
+def test_flags_are_in_the_help(training_loop: TrainingLoop) -> None:
+    text = training_loop.run(TrainingJob(["--help"])).ranks[0].log
+    assert "flexible context parallelism (FCP)" in text
+    for flag in ("backend", "layout", "block-size", "kernel", "rounds-per-stage", "blocks-per-message"):
+        assert re.search(rf"--(fcp|context-parallel)-{flag}\b", text), flag
+
+
+def test_mtp_works_where_it_is_not_refused(runs: Runs) -> None:
+    from megatron_fcp.testing.loop import compare
+
+    model, mask = {"mtp_num_layers": 1}, {"eod_mask_loss": True}
+    difference = compare(runs(2, model, **fcp("reshuffle"), **mask), runs(model=model, **mask))
+    assert difference.loss < 1e-5
+    assert difference.gradient < 1e-5, difference.name
