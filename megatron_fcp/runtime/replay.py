@@ -58,7 +58,7 @@ class _Done:
         pass
 
 
-class _Nowhere:
+class Nowhere:
     """A transport that sends nothing and receives random KV and zero gradients at once."""
 
     def __init__(self, plan: RankPlan, generator: torch.Generator) -> None:
@@ -156,7 +156,7 @@ def replay_rank(
     sizes = (heads, shape.head_dim_qk), (kv_heads, shape.head_dim_qk), (kv_heads, shape.head_dim_v)
     q, k, v = (torch.empty(tokens, *s, dtype=shape.dtype, device=device).normal_(generator=generator) for s in sizes)
     scale = shape.head_dim_qk**-0.5
-    clock, comm = _Clock(device, len(rank_plan.stages)), _Nowhere(rank_plan, generator)
+    clock, comm = _Clock(device, len(rank_plan.stages)), Nowhere(rank_plan, generator)
     times: tuple[list[FloatArray], list[FloatArray]] = [], []
     with torch.no_grad():
         for _ in range(repeats + 1):
