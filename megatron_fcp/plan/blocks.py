@@ -178,8 +178,9 @@ def _cut(start: IntArray, length: IntArray, num_blocks: int, block_size: int, ma
     piece = piece_stop - piece_start
     position = piece_start - start[document]
     pairs = piece * position + piece * (piece + 1) // 2 if mask == "causal" else piece * length[document]
-    cost = np.zeros(num_blocks, dtype=np.int64)
-    np.add.at(cost, block, pairs)
+    fragment_ptr = np.searchsorted(block, np.arange(num_blocks + 1))
+    before = offsets(pairs)
+    cost = before[fragment_ptr[1:]] - before[fragment_ptr[:-1]]
 
     continues = block < last[document]  # the document goes on in a later block
     began = block > first[document]
@@ -201,7 +202,7 @@ def _cut(start: IntArray, length: IntArray, num_blocks: int, block_size: int, ma
         fragment_start=frozen(piece_start),
         fragment_length=frozen(piece),
         fragment_block=frozen(block),
-        fragment_ptr=frozen(np.searchsorted(block, np.arange(num_blocks + 1))),
+        fragment_ptr=frozen(fragment_ptr),
         block_cost=frozen(cost),
         shared_start=frozen(shared_start),
         shared_stop=frozen(shared_stop),

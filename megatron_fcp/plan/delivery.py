@@ -90,3 +90,22 @@ def _delivers(
                         return False
                 checked = max(checked, stop)
     return True
+
+
+def in_step(schedule: CommSchedule, cp_size: int, ranks_per_node: int) -> bool:
+    """Whether messages come in order of their rounds and no rank sends or receives twice on a tier in one."""
+    m = schedule.messages
+    return bool(_in_step(m.src, m.dst, schedule.message_round, cp_size, ranks_per_node))
+
+
+@njit(cache=True)
+def _in_step(src: IntArray, dst: IntArray, round_: IntArray, cp_size: int, ranks_per_node: int) -> bool:
+    sent = np.full((2, cp_size), -1, dtype=np.int64)
+    received = np.full((2, cp_size), -1, dtype=np.int64)
+    for m in range(src.size):
+        s, d, r = src[m], dst[m], round_[m]
+        t = 0 if s // ranks_per_node == d // ranks_per_node else 1
+        if sent[t, s] >= r or received[t, d] >= r or (m > 0 and round_[m - 1] > r):
+            return False
+        sent[t, s] = received[t, d] = r
+    return True

@@ -14,7 +14,6 @@ from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.runs import Pieces
 from megatron_fcp.plan.shape import BlockShapes, blocks_price
 
-DBG=0
 TRADES_PER_RANK = 24
 CHEAP_SHARE = 0.25
 NEIGHBOUR = 0.7  # of the densest need that is enough for a rank that holds the block next to a piece
@@ -50,9 +49,7 @@ def fill_ranks(
     )  # fmt: skip
     price = np.zeros(cp_size)
     late = np.append(0, np.cumsum(np.where(shapes.head >= 0, shapes.head_position, 0) > bearable / 16))
-    if DBG: p0=__import__('numpy').bincount(owner, np.diff(_values(shapes,q_half,kv_half)),cp_size); print('before', p0.max()/p0.mean())
-    x = _settle(owner, price, shapes, late, num_blocks // cp_size, q_half, kv_half)
-    if DBG: print('settle',x,price.max()/price.mean())
+    _settle(owner, price, shapes, late, num_blocks // cp_size, q_half, kv_half)
     return owner, price
 
 
@@ -217,7 +214,7 @@ def _densest(
 @njit(cache=True)
 def _settle(
     owner: IntArray, price: FloatArray, shapes: BlockShapes, late: IntArray, slots: int, qh: float, kh: float
-) -> tuple[int, int]:
+) -> None:
     """Trade equally many blocks between the heaviest rank and lighter ones while that lowers the heavier of the two.
 
     ``late`` counts, before each block, the blocks that lie far inside their document: whoever took one of those would
@@ -237,13 +234,13 @@ def _settle(
     lights = np.argsort(price)[:LIGHTEST]
     mine, theirs = np.empty(slots, dtype=np.int64), np.empty(slots, dtype=np.int64)
     give, take = np.empty((3, 2 * slots * SIZES)), np.empty((3, 2 * slots * SIZES))
-    trades = 0
+    stuck = 0.0
     for turn in range(TRADES_PER_RANK * cp_size):
         heavy = -1
         for r in range(cp_size):
             if tried[r] < LIGHTEST // 4 and (heavy < 0 or price[r] > price[heavy]):
                 heavy = r
-        if heavy < 0 or price[heavy] < mean * GOOD_ENOUGH:
+        if heavy < 0 or price[heavy] < max(mean * GOOD_ENOUGH, stuck):
             break
         if turn % 4 == 0 and not tried[heavy]:
             lights = np.argsort(price)[:LIGHTEST]
@@ -270,11 +267,11 @@ def _settle(
             owner[a : a + k] = light
             owner[b : b + k] = heavy
             price[heavy], price[light] = new_heavy, new_light
-            trades += 1
             done = True
             break
         tried[heavy] = 0 if done else tried[heavy] + 1
-    return turn, trades
+        if tried[heavy] == LIGHTEST // 4:
+            stuck = max(stuck, price[heavy] * 0.9995)  # it sets the pace: no need to bring others far below
 
 
 @njit(cache=True)

@@ -91,7 +91,6 @@ def _queries(
     after = np.full(num_shares, -1, dtype=np.int64)
     of_rank = np.full(sharing.rank_ptr.size, -1, dtype=np.int64)
     total = np.zeros(num_shares)
-    early = np.zeros(num_shares, dtype=np.bool_)  # holds a block before one that it needs
     for d in range(sharing.share_ptr.size - 1):
         low, high = sharing.share_ptr[d], sharing.share_ptr[d + 1]
         if low == high:
@@ -106,20 +105,39 @@ def _queries(
             total[e] += shapes.head_length[b] if shapes.head[b] == d else shapes.tail_length[b]
             if after[e] < 0:
                 after[e] = b
+    table = np.full(num_shares, -1, dtype=np.int64)  # of queries by unit, for shares that hold early blocks
+    size = 0
+    for i in range(order.size):
+        e = transfers.share[order[i]]
+        if table[e] < 0 and sharing.unit_first[transfers.unit[order[i]]] > after[e]:
+            table[e] = size
+            d = sharing.share_document[e]
+            size += sharing.unit_ptr[d + 1] - sharing.unit_ptr[d]
+    behind = np.empty(size)
+    for e in range(num_shares):
+        if table[e] >= 0:
+            _count_behind(e, sharing, shapes, owner, behind[table[e] :])
     out = np.empty(order.size)
     for i in range(order.size):
         e, u = transfers.share[order[i]], transfers.unit[order[i]]
-        q = total[e]
-        if sharing.unit_first[u] > after[e]:  # some of the rank's queries come before the unit: count the others
-            q = 0.0
-            d, r = sharing.share_document[e], sharing.share_rank[e]
-            last_unit = sharing.unit_ptr[d + 1] - 1
-            last = sharing.unit_first[last_unit] + sharing.unit_count[last_unit]
-            for b in range(sharing.unit_first[u] + sharing.unit_count[u], last + 1):
-                if owner[b] == r:
-                    q += shapes.head_length[b] if shapes.head[b] == d else shapes.tail_length[b]
-        out[i] = q
+        out[i] = total[e] if table[e] < 0 else behind[table[e] + u - sharing.unit_ptr[sharing.share_document[e]]]
     return out
+
+
+@njit(cache=True)
+def _count_behind(e: int, sharing: Sharing, shapes: BlockShapes, owner: IntArray, out: FloatArray) -> None:
+    """Tokens of share ``e`` behind every unit of its document."""
+    d, r = sharing.share_document[e], sharing.share_rank[e]
+    u = sharing.unit_ptr[d + 1] - 1
+    block = sharing.unit_first[u] + sharing.unit_count[u]
+    tokens = 0.0
+    while u >= sharing.unit_ptr[d]:
+        while block >= sharing.unit_first[u] + sharing.unit_count[u]:
+            if owner[block] == r:
+                tokens += shapes.head_length[block] if shapes.head[block] == d else shapes.tail_length[block]
+            block -= 1
+        out[u - sharing.unit_ptr[d]] = tokens
+        u -= 1
 
 
 @njit(cache=True)
@@ -139,25 +157,33 @@ def _cut(
     cp_size = local_s.size
     ends = np.empty(round_.size, dtype=np.int64)
     ends_ptr = np.zeros(cp_size + 1, dtype=np.int64)
-    finish = np.empty(cp_size)
-    trial = np.empty(round_.size + 1, dtype=np.int64)
+    trials = ENOUGH.shape[0]
+    finish, busy = np.empty((cp_size, trials)), np.empty((cp_size, trials))
+    scratch = np.empty(round_.size + 1, dtype=np.int64)
     sums = np.zeros((3, num_shares))
-    n = 0
+    makespan = 0.0
     for r in range(cp_size):
-        low, high = ptr[r], ptr[r + 1]
-        finish[r] = local_s[r] if low == high else np.inf
-        best = 0
-        for k in range(ENOUGH.shape[0] if low < high else 0):
-            now, stages = _run(
-                low, high, round_, end, share, keys, queries, local_s[r], pair_s, qh, kh, ENOUGH[k, 0], ENOUGH[k, 1],
-                sums, trial,
+        for k in range(trials):
+            finish[r, k], busy[r, k], _ = _run(
+                ptr[r], ptr[r + 1], round_, end, share, keys, queries, local_s[r], pair_s, qh, kh, ENOUGH[k, 0],
+                ENOUGH[k, 1], sums, scratch,
             )  # fmt: skip
-            if now < finish[r]:
-                finish[r], best = now, stages
-                ends[n : n + stages] = trial[:stages]
-        n += best
+        makespan = max(makespan, finish[r].min())
+    n = 0
+    chosen = np.empty(cp_size)
+    for r in range(cp_size):
+        best = -1
+        for k in range(trials):  # the least work that does not end after everybody else
+            if finish[r, k] <= makespan and (best < 0 or busy[r, k] < busy[r, best]):
+                best = k
+        chosen[r] = finish[r, best]
+        _, _, stages = _run(
+            ptr[r], ptr[r + 1], round_, end, share, keys, queries, local_s[r], pair_s, qh, kh, ENOUGH[best, 0],
+            ENOUGH[best, 1], sums, ends[n:],
+        )  # fmt: skip
+        n += stages
         ends_ptr[r + 1] = n
-    return ends[:n], ends_ptr, finish
+    return ends[:n], ends_ptr, chosen
 
 
 @njit(cache=True)
@@ -177,9 +203,10 @@ def _run(
     growth: float,
     sums: FloatArray,
     ends: IntArray,
-) -> tuple[float, int]:
-    """When a rank ends that waits for ``enough`` KV tokens per stage, and how many stages it has (into ``ends``)."""
+) -> tuple[float, float, int]:
+    """When a rank ends that waits for ``enough`` KV tokens per stage, its kernel time, and its stages (into ``ends``)."""
     stages = 0
+    busy = now
     i = low
     while i < high:
         j = i
@@ -208,8 +235,9 @@ def _run(
                 price += sums[1, e] * (1 + qh / sums[2, e]) * (1 + kh / sums[0, e])
             sums[0, e] = sums[1, e] = sums[2, e] = 0.0
         now = ready + price * pair_s
+        busy += price * pair_s
         ends[stages] = round_[j - 1]
         stages += 1
         i = j
         enough *= growth
-    return now, stages
+    return now, busy, stages

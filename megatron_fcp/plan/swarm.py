@@ -102,13 +102,16 @@ def _spread(
     src, dst = np.empty(total, np.int64), np.empty(total, np.int64)
     tiers, rounds = np.empty(total, np.int64), np.empty(total, np.int64)
     ptr = np.zeros(total + 1, np.int64)
-    unit, share, parent = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
+    unit = np.empty(2 * total, np.int64)  # a message's candidates are written behind what has been taken
+    share, parent = np.empty(total, np.int64), np.empty(total, np.int64)
     by = np.full(words[-1] * 64, -1, dtype=np.int64)  # message that brought a unit to a share
     copies = np.ones(sharing.unit_first.size, dtype=np.int64)
     mean_blocks = np.zeros(sharing.unit_ptr.size - 1)
     for u in range(sharing.unit_first.size):
         d = sharing.unit_document[u]
         mean_blocks[d] += sharing.unit_count[u] / (sharing.unit_ptr[d + 1] - sharing.unit_ptr[d])
+    closed = np.zeros(num_shares, dtype=np.bool_)  # nothing left to bring into the node
+    open_ptr, open_share = sharing.rank_ptr[:-1].copy(), sharing.rank_share  # small shares are done first
     busy = np.full((2, cp_size), -1, dtype=np.int64)  # last round in which a rank sends
     m = n = landed = 0
     round_ = 0
@@ -121,9 +124,11 @@ def _spread(
                 break
             cap = limit if tier else int(limit * fast)
             for r in order:
+                while open_ptr[r] < sharing.rank_ptr[r + 1] and not remaining[open_share[open_ptr[r]]]:
+                    open_ptr[r] += 1
                 e, o = _match(
-                    r, tier, round_, cap, sharing, words, node_share, node_rows, held, want, claimed, remaining,
-                    mean_blocks, busy,
+                    r, open_ptr[r], tier, round_, cap, sharing, words, node_share, node_rows, held, want, claimed,
+                    remaining, closed, mean_blocks, busy,
                 )  # fmt: skip
                 if e < 0:
                     continue
@@ -149,12 +154,13 @@ def _spread(
             held[words[e] + (index >> 6)] |= one << np.uint64(index & 63)
         landed = n
         round_ += 1
-    return Transfers(ptr[: m + 1], src[:m], dst[:m], tiers[:m], rounds[:m], unit, share, parent)
+    return Transfers(ptr[: m + 1], src[:m], dst[:m], tiers[:m], rounds[:m], unit[:total], share, parent)
 
 
 @njit(cache=True)
 def _match(
     r: int,
+    begin: int,
     tier: int,
     round_: int,
     cap: int,
@@ -166,25 +172,28 @@ def _match(
     want: IntArray,
     claimed: IntArray,
     remaining: IntArray,
+    closed: IntArray,
     mean_blocks: FloatArray,
     busy: IntArray,
 ) -> tuple[int, int]:
     """The receiver's and the sender's share for this round; (-1, -1) if nobody who is free has what ``r`` lacks."""
     best_e, best_o, most = -1, -1, 0.0
-    for i in range(sharing.rank_ptr[r], sharing.rank_ptr[r + 1]):
+    for i in range(begin, sharing.rank_ptr[r + 1]):
         e = sharing.rank_share[i]
-        if not remaining[e]:
+        if not remaining[e] or (tier == 1 and closed[e]):
             continue
         d = sharing.share_document[e]
         inside_low, inside_high = node_rows[node_share[e]], node_rows[node_share[e] + 1]
         low, high = (inside_low, inside_high) if tier == 0 else (sharing.share_ptr[d], sharing.share_ptr[d + 1])
         num_words = words[e + 1] - words[e]
         at, claim = words[e], words[inside_low]
-        some = False
-        for w in range(num_words):
-            some |= (want[at + w] & ~claimed[claim + w] if tier == 1 else want[at + w]) != 0
-        if not some:
-            continue
+        if tier == 1:
+            some = False
+            for w in range(num_words):
+                some |= (want[at + w] & ~claimed[claim + w]) != 0
+            if not some:
+                closed[e] = True
+                continue
         turn = low + (r * 5 + round_ * 3) % (high - low)
         for j in range(high - low):
             o = turn + j
@@ -226,40 +235,38 @@ def _take(
     """Move the rarest units of share ``o`` that share ``e`` lacks into a message; returns how many."""
     d = sharing.share_document[e]
     base = sharing.unit_ptr[d]
+    found = n
+    most = 0
+    for w in range(words[e + 1] - words[e]):
+        x = want[words[e] + w] & held[words[o] + w]
+        if tier == 1:
+            x &= ~claimed[words[group] + w]
+        while x != 0:
+            u = base + w * 64 + lowest_bit(x)
+            x &= x - np.uint64(1)
+            unit[found] = u
+            found += 1
+            most = max(most, copies[u])
     taken = blocks = 0
-    while blocks < cap:
-        fewest = -1
-        for w in range(words[e + 1] - words[e]):
-            x = want[words[e] + w] & held[words[o] + w]
-            if tier == 1:
-                x &= ~claimed[words[group] + w]
-            while x != 0:
-                c = copies[base + w * 64 + lowest_bit(x)]
-                if fewest < 0 or c < fewest:
-                    fewest = c
-                x &= x - np.uint64(1)
-        if fewest < 0:
+    # rarest first; inside a node everyone gets everything soon, so order hardly matters
+    lowest = 1 if tier == 1 else most
+    for rarity in range(lowest, most + 1):
+        for i in range(n + taken, found):
+            u = unit[i]
+            if (tier == 1 and copies[u] != rarity) or (taken and blocks + sharing.unit_count[u] > cap):
+                continue
+            unit[i], unit[n + taken] = unit[n + taken], u
+            taken += 1
+            blocks += sharing.unit_count[u]
+        if blocks * 10 >= cap * 7:
             break
-        before = taken
-        for w in range(words[e + 1] - words[e]):
-            x = want[words[e] + w] & held[words[o] + w]
-            if tier == 1:
-                x &= ~claimed[words[group] + w]
-            while x != 0:
-                low_bit = x & (~x + np.uint64(1))
-                x ^= low_bit
-                u = base + w * 64 + lowest_bit(low_bit)
-                if copies[u] > fewest or (taken and blocks + sharing.unit_count[u] > cap):
-                    continue
-                want[words[e] + w] &= ~low_bit
-                if tier == 1:
-                    claimed[words[group] + w] |= low_bit
-                copies[u] += 1
-                unit[n + taken] = u
-                taken += 1
-                blocks += sharing.unit_count[u]
-        if blocks * 10 >= cap * 7 or taken == before:
-            break
+    one = np.uint64(1)
+    for i in range(n, n + taken):
+        w, bit = (unit[i] - base) >> 6, one << np.uint64((unit[i] - base) & 63)
+        want[words[e] + w] &= ~bit
+        if tier == 1:
+            claimed[words[group] + w] |= bit
+        copies[unit[i]] += 1
     unit[n : n + taken].sort()
     return taken
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from megatron_fcp.plan.arrays import IntArray
 from megatron_fcp.plan.blocks import BlockTable
-from megatron_fcp.plan.delivery import delivers
+from megatron_fcp.plan.delivery import delivers, in_step
 from megatron_fcp.plan.placement import Placement
 from megatron_fcp.plan.schedule import CommSchedule, tier_of
 from megatron_fcp.plan.transfers import needed_blocks
@@ -26,7 +24,8 @@ def check_plan(table: BlockTable, placement: Placement, schedule: CommSchedule, 
     _check_limits(table, placement, schedule)
     if not delivers(table, placement, schedule):
         _name_fault(table, placement, schedule, ranks_per_node)
-    _check_rounds(schedule, ranks_per_node)
+    if not in_step(schedule, placement.cp_size, ranks_per_node):
+        _check_rounds(schedule, ranks_per_node)
     _check_stages(placement, schedule)
 
 
@@ -139,11 +138,21 @@ def _check_stages(placement: Placement, schedule: CommSchedule) -> None:
         raise ValueError(f"the plan has stages for {len(schedule.stage_ends)} ranks, not {placement.cp_size}")
     last = np.full(placement.cp_size, -1, dtype=np.int64)
     np.maximum.at(last, schedule.messages.dst, schedule.message_round)
-    for rank, ends in enumerate(schedule.stage_ends):
-        stops = ends.tolist()
-        if any(b <= a for a, b in pairwise(stops)) or (stops and (stops[0] < 0 or stops[-1] >= schedule.num_rounds)):
-            raise ValueError(
-                f"the stages of rank {rank} do not end at ascending rounds of 0..{schedule.num_rounds - 1}"
-            )
-        if last[rank] >= 0 and (not stops or stops[-1] < last[rank]):
-            raise ValueError(f"rank {rank} receives in round {last[rank]}, after its last stage")
+    stops = np.concatenate(schedule.stage_ends)
+    size = np.array([ends.size for ends in schedule.stage_ends])
+    stop = np.cumsum(size)
+    falls = np.diff(stops) <= 0
+    falls[(stop - size)[(size > 0) & (stop > size)] - 1] = False  # between two ranks
+    wrong = np.zeros(placement.cp_size, dtype=bool)
+    rank = np.repeat(np.arange(placement.cp_size), size)
+    wrong[rank[1:][falls]] = True
+    wrong[rank[(stops < 0) | (stops >= schedule.num_rounds)]] = True
+    if wrong.any():
+        raise ValueError(
+            f"the stages of rank {int(wrong.argmax())} do not end at ascending rounds of 0..{schedule.num_rounds - 1}"
+        )
+    end = np.full(placement.cp_size, -1, dtype=np.int64)
+    end[size > 0] = stops[stop[size > 0] - 1]
+    if (end < last).any():
+        at = int((end < last).argmax())
+        raise ValueError(f"rank {at} receives in round {last[at]}, after its last stage")
