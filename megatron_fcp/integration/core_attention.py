@@ -68,7 +68,8 @@ class FcpCoreAttention(MegatronModule):
         _check_layer(config, attn_mask_type, attention_type, dropout)
         run = session.required()
         given = getattr(pg_collection, "cp", None)
-        self.comm = run.communicator(session.cp_group() if given is None else given)
+        self.cp_group = session.cp_group() if given is None else given
+        run.communicator(self.cp_group)  # made here, where all ranks of the group build the same layers
         self.head_dim_qk = k_channels or config.kv_channels
         self.head_dim_v = v_channels or config.kv_channels
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(self.head_dim_qk)
@@ -110,18 +111,25 @@ class FcpCoreAttention(MegatronModule):
         if attn_mask_type is not None and attn_mask_type not in CAUSAL:
             raise ValueError(f"attention mask {attn_mask_type} is not supported by FCP's attention; use a causal one")
         sequence, batch = (query.shape[0], 1) if query.dim() == 3 else query.shape[:2]
-        layout = layout_of(packed_seq_params, sequence * batch, batch, self.comm.rank)
+        if key.shape[:-2] != query.shape[:-2]:
+            raise ValueError(
+                f"FCP's attention has no inference path: queries {tuple(query.shape)}, keys {tuple(key.shape)}; "
+                "generate text with --context-parallel-backend native"
+            )
+        run = session.required()
+        comm = run.communicator(self.cp_group)
+        layout = layout_of(packed_seq_params, sequence * batch, batch, comm.rank)
         q, k, v = (t.reshape(sequence * batch, *t.shape[-2:]) for t in (query, key, value))
         kernel = self._kernel_for(q, k)
         plan = layout.compiled(q.device)
-        attend = {"plan": plan, "comm": self.comm, "kernel": kernel, "softmax_scale": self.softmax_scale}
-        if session.required().settings.resident:
+        attend = {"plan": plan, "comm": comm, "kernel": kernel, "softmax_scale": self.softmax_scale}
+        if run.settings.resident:
             out = fcp_attention(q, k, v, **attend)
         else:
             route = layout.route(q.device)
-            q, k, v = reshuffle((q, k, v), route, self.comm)
+            q, k, v = reshuffle((q, k, v), route, comm)
             out = fcp_attention(q, k, v, **attend)
-            (out,) = reshuffle((out,), route.reverse(), self.comm)
+            (out,) = reshuffle((out,), route.reverse(), comm)
         return out.reshape(sequence, batch, -1)
 
     def _kernel_for(self, q: torch.Tensor, k: torch.Tensor) -> Any:

@@ -148,6 +148,43 @@ def test_block_size_is_checked_on_one_rank_as_well(training_loop: TrainingLoop) 
         training_loop.run(TrainingJob(tiny_model_args(context_parallel_backend="fcp", fcp_block_size=24)))
 
 
+def layer_messages(cases: list[dict[str, Any]]) -> list[str]:
+    """Runs in a rank: what FCP's attention says to layers that the command line does not show."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_fcp.integration.core_attention import FcpCoreAttention
+
+    said = []
+    for case in cases:
+        call = {"attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+        names = {"attn_mask_type", "attention_type"} & case.keys()
+        call.update({name: case[name] for name in names})
+        if "attn_mask_type" in names:
+            call["attn_mask_type"] = AttnMaskType[case["attn_mask_type"]]
+        settings = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.0}
+        config = TransformerConfig(**{**settings, **{k: v for k, v in case.items() if k not in names}})
+        with pytest.raises(ValueError) as caught:
+            FcpCoreAttention(config, 1, **call)
+        said.append(str(caught.value))
+    return said
+
+
+def test_layers_that_the_command_line_does_not_show(training_loop: TrainingLoop) -> None:
+    cases = [
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"window_size": (64, 0)}, "window_size (64, 0)"),
+        ({"softmax_type": "off-by-one"}, "softmax_type off-by-one"),
+        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention True"),
+        ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention True"),
+        ({"attention_type": "cross"}, "attention_type cross"),
+        ({"attn_mask_type": "no_mask"}, "attn_mask_type AttnMaskType.no_mask"),
+    ]
+    said = training_loop.call("test_fcp_refusals:layer_messages", [case for case, _ in cases])
+    for text, (_, expected) in zip(said, cases, strict=True):
+        assert text.startswith(f"{expected} is not supported by FCP's attention yet; ")
+
+
 def test_flags_are_in_the_help(training_loop: TrainingLoop) -> None:
     text = training_loop.run(TrainingJob(["--help"])).ranks[0].log
     assert "flexible context parallelism (FCP)" in text
