@@ -16,7 +16,7 @@ from megatron_fcp.simulate.program import Timeline
 from megatron_fcp.simulate.reshuffle import with_reshuffle
 from megatron_fcp.simulate.step import HELD_STAGES, price_step
 
-BLOCK_SIZES = (512, 1024, 2048, 4096, 8192)
+BLOCK_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
