@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from megatron_fcp.testing import cpu_platform
 
         cpu_platform.install(force=True)
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it, and means GPUs
     # As for `python SCRIPT`: the script's folder leads the path, and it sees its own command line.
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(options.script))

@@ -10,7 +10,7 @@ import torch
 
 from megatron_fcp.config import FcpConfig, Layout
 from megatron_fcp.integration import session
-from megatron_fcp.integration.refusals import check_combinations
+from megatron_fcp.integration.refusals import YAML, check_combinations
 from megatron_fcp.integration.settings import settings_from_args
 from megatron_fcp.runtime import select_kernel
 
@@ -91,9 +91,20 @@ def wrap_add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., A
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_arguments(original(parser))
         _repair_help(parser)
+        _refuse_yaml()
         return parser
 
     return add_megatron_arguments
+
+
+def _refuse_yaml() -> None:
+    """Refuse ``--yaml-cfg`` together with FCP while both flags can still be seen."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--yaml-cfg")
+    parser.add_argument("--context-parallel-backend")
+    seen, _ = parser.parse_known_args()
+    if seen.yaml_cfg and seen.context_parallel_backend == "fcp":
+        raise ValueError(YAML.message(seen.yaml_cfg))
 
 
 def _repair_help(parser: argparse.ArgumentParser) -> None:

@@ -51,13 +51,15 @@ def register(*, launcher: bool = False) -> None:
             return
         raise RuntimeError("megatron_fcp is registered already; call megatron_fcp.register() once per process")
     version = _check_version()
-    places = [(seam, *_locate(seam, version)) for seam in SEAMS]  # check every seam before touching any
-    for seam, owner, original in places:
-        if seam.wrap is None:
-            continue
-        replacement = functools.update_wrapper(seam.wrap(original), original)
-        _hooks.append(_Hook(seam, owner, original, replacement))
-        setattr(owner, seam.attribute.rpartition(".")[2], replacement)
+    places = [(seam, *_locate(seam, version)) for seam in SEAMS]
+    hooks = [  # complete before any is put in place
+        _Hook(seam, owner, original, functools.update_wrapper(seam.wrap(original), original))
+        for seam, owner, original in places
+        if seam.wrap is not None
+    ]
+    for hook in hooks:
+        setattr(hook.owner, hook.seam.attribute.rpartition(".")[2], hook.replacement)
+    _hooks.extend(hooks)
     _replace_aliases({id(hook.original): hook.replacement for hook in _hooks if isinstance(hook.owner, ModuleType)})
     _by_launcher = launcher
 

@@ -106,6 +106,14 @@ _RESHUFFLE = "pass --fcp-layout reshuffle, which keeps Megatron's own token orde
 _RESIDENT = "--fcp-layout resident"
 _DOCUMENTS = "document boundaries under --context-parallel-backend fcp"
 
+# Not in the table: Megatron replaces the parsed arguments by those of the file, and never comes to check them.
+YAML = Refusal(
+    "--yaml-cfg",
+    _is_set("yaml_cfg"),
+    "a YAML configuration takes the place of all flags, this one included",
+    "pass flags instead",
+)
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal("--attention-dropout", _is_set("attention_dropout"), NOT_YET, "pass --attention-dropout 0"),
     Refusal("--window-size", _is_set("window_size"), NOT_YET, f"leave sliding windows off, {_NATIVE}"),
@@ -196,7 +204,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--perform-rl-step", _is_set("perform_rl_step"), "FCP has no inference path", "use native for RL"),
     Refusal("--flash-decode", _is_set("flash_decode"), "FCP has no inference path", "leave it off"),
-    Refusal("--yaml-cfg", _is_set("yaml_cfg"), "a YAML configuration bypasses these flags", "pass flags instead"),
     Refusal(
         "--mtp-num-layers", _in_resident(_is_set("mtp_num_layers")), "it rolls tokens in order", _RESHUFFLE, _RESIDENT
     ),

@@ -32,7 +32,7 @@ print("replaced", "fcp" in get_batch_on_this_cp_rank.__code__.co_filename)
 
 
 def launch(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *command], env={**variables, **environment}, capture_output=True, text=True, timeout=180
     )
