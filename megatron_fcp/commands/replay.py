@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = choose_ranks(arguments.ranks, programs[0].run().compute)
     measured, how = _measure(plan, ranks, arguments)
     results = [combine(plan, case, program, measured, backward=b) for program, b in zip(programs, passes)]
-    fits = [_fit(plan, measured, backward=b) for b in passes]
+    fits = [fit_pass(plan, measured, backward=b) for b in passes]
     figures = _figures(plan, arguments, ranks, how, results, fits)
     if arguments.save_hardware:
         save_hardware(arguments.save_hardware, hardware, shape, fits, how)
@@ -206,7 +206,7 @@ def combine(
     return PassResult(replayed, predicted, np.array(ratios), flops, case.ideal(backward=backward))
 
 
-def _fit(plan: Plan, measured: Sequence[StageSeconds], *, backward: bool) -> KernelFit | None:
+def fit_pass(plan: Plan, measured: Sequence[StageSeconds], *, backward: bool) -> KernelFit | None:
     """The cost model of the measured stages; None if they hold no work."""
     works: list[StageWork] = []
     seconds: list[float] = []
