@@ -19,7 +19,9 @@ CHEAP_SHARE = 0.25
 NEIGHBOUR = 0.7  # of the densest need that is enough for a rank that holds the block next to a piece
 LIGHTEST = 48  # ranks that a heavy one may trade with
 SIZES = 5  # pieces of 1, 2, 4, 8 and 16 blocks are traded
-GOOD_ENOUGH = 1.002  # of the mean
+# Blocks that lie deeper in their document than this share of the bearable traffic stay where they are, and the price over
+# the mean at which to stop: cheap blocks first, then what remains.
+TRADE_PHASES = ((1 / 16, 1.002), (1 / 4, 1.004))
 
 
 def fill_ranks(
@@ -48,8 +50,12 @@ def fill_ranks(
         q_half, kv_half, owner,
     )  # fmt: skip
     price = np.zeros(cp_size)
-    late = np.append(0, np.cumsum(np.where(shapes.head >= 0, shapes.head_position, 0) > bearable / 16))
-    _settle(owner, price, shapes, late, num_blocks // cp_size, q_half, kv_half)
+    taken_on = np.zeros(cp_size)
+    for share, enough in TRADE_PHASES:
+        late = np.append(0, np.cumsum(np.where(shapes.head >= 0, shapes.head_position, 0) > bearable * share))
+        _settle(
+            owner, price, shapes, late, num_blocks // cp_size, enough, taken_on, bearable / 2, q_half, kv_half
+        )
     return owner, price
 
 
@@ -213,12 +219,13 @@ def _densest(
 
 @njit(cache=True)
 def _settle(
-    owner: IntArray, price: FloatArray, shapes: BlockShapes, late: IntArray, slots: int, qh: float, kh: float
-) -> None:
+    owner: IntArray, price: FloatArray, shapes: BlockShapes, late: IntArray, slots: int, enough: float,
+    taken_on: FloatArray, most: float, qh: float, kh: float,
+) -> None:  # fmt: skip
     """Trade equally many blocks between the heaviest rank and lighter ones while that lowers the heavier of the two.
 
     ``late`` counts, before each block, the blocks that lie far inside their document: whoever took one of those would
-    need all before it.
+    need all before it. ``taken_on`` sums up the KV tokens that trades make each rank fetch, ``most`` at the most.
     """
     cp_size = price.size
     held = np.empty((cp_size, slots), dtype=np.int64)
@@ -240,7 +247,7 @@ def _settle(
         for r in range(cp_size):
             if tried[r] < LIGHTEST // 4 and (heavy < 0 or price[r] > price[heavy]):
                 heavy = r
-        if heavy < 0 or price[heavy] < max(mean * GOOD_ENOUGH, stuck):
+        if heavy < 0 or price[heavy] < max(mean * enough, stuck):
             break
         if turn % 4 == 0 and not tried[heavy]:
             lights = np.argsort(price)[:LIGHTEST]
@@ -256,14 +263,21 @@ def _settle(
             if i < 0:
                 continue
             k, a, b = int(give[0, i]), int(give[1, i]), int(take[1, j])
+            before_a = shapes.head_position[a] if shapes.head[a] >= 0 else 0
+            before_b = shapes.head_position[b] if shapes.head[b] >= 0 else 0
+            if taken_on[light] + before_a > most or taken_on[heavy] + before_b > most:
+                continue
             _exchange(held[heavy], a, b, k, slots, mine)
             _exchange(held[light], b, a, k, slots, theirs)
             new_heavy = blocks_price(mine, slots, shapes, qh, kh)
             new_light = blocks_price(theirs, slots, shapes, qh, kh)
             if max(new_heavy, new_light) >= price[heavy] - 0.1 * want:
+                give[2, i] = 0.0  # cuts more than it seems: try another piece with the next rank
                 continue
             held[heavy, :] = mine
             held[light, :] = theirs
+            taken_on[light] += before_a
+            taken_on[heavy] += before_b
             owner[a : a + k] = light
             owner[b : b + k] = heavy
             price[heavy], price[light] = new_heavy, new_light

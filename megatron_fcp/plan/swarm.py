@@ -258,7 +258,7 @@ def _take(
             unit[i], unit[n + taken] = unit[n + taken], u
             taken += 1
             blocks += sharing.unit_count[u]
-        if blocks * 10 >= cap * 7:
+        if blocks * 20 >= cap * 19:
             break
     one = np.uint64(1)
     for i in range(n, n + taken):
