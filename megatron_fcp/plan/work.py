@@ -119,12 +119,8 @@ def _remote_stage(
     keep = kv_start < kv_stop
     used, kv_start, kv_stop, document = used[keep], kv_start[keep], kv_stop[keep], document[keep]
     new = np.ones(used.size, dtype=bool)
-    new[1:] = (
-        (document[1:] != document[:-1])
-        | (kv_start[1:] != kv_start[:-1])
-        | (kv_stop[1:] != kv_stop[:-1])
-        | (f.start[used[1:]] != f.stop[used[:-1]])
-    )
+    # Local tokens of a document lie side by side, so fragments that see the same keys are one range of queries.
+    new[1:] = (document[1:] != document[:-1]) | (kv_start[1:] != kv_start[:-1]) | (kv_stop[1:] != kv_stop[:-1])
     first = np.flatnonzero(new)
     last = np.append(first[1:], used.size) - 1 if first.size else first
     return StageWork(
