@@ -122,7 +122,7 @@ def _spread(
         for tier in range(1, -1, -1):
             if tier == 0 and ranks_per_node == 1:
                 break
-            cap = limit if tier else int(limit * fast)
+            cap = limit if tier else max(int(limit * fast), 1)
             for r in order:
                 while open_ptr[r] < sharing.rank_ptr[r + 1] and not remaining[open_share[open_ptr[r]]]:
                     open_ptr[r] += 1
