@@ -62,11 +62,10 @@ def triangle(n: float, q_half: float, kv_half: float) -> float:
 
 @njit(cache=True)
 def rectangle(pairs: float, queries: float, keys: float, q_half: float, kv_half: float) -> float:
-    """Price of remote keys, in stages of about ``STAGE_KEYS``."""
+    """Price of remote keys, in stages of about ``STAGE_KEYS``; a key costs the same rim however few queries see it."""
     if pairs <= 0:
         return 0.0
-    rim = (1 + q_half / queries) * (1 + kv_half / keys)
-    return pairs * rim + keys / STAGE_KEYS * kv_half * (queries + q_half)
+    return pairs + q_half * keys + kv_half * (queries + q_half) * (1 + keys / STAGE_KEYS)
 
 
 @njit(cache=True)
