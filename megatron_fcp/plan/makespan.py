@@ -35,7 +35,7 @@ BEARABLE = 0.4  # share of the mean compute time in which a rank of a node may f
 ROUNDS_PER_STEP = 96  # the mean compute time over the time of one round
 LEAST_ROUND, MOST_ROUND = 512, 32768  # tokens between nodes in one round
 RUN_BLOCKS = 3  # blocks that the deepest run should have at least
-SMALLEST, LARGEST = 128, 1024  # tokens per block, where tokens per rank allow it
+SMALLEST, LARGEST = 128, 512  # tokens per block, where tokens per rank allow it
 
 
 @dataclass(frozen=True)
