@@ -7,18 +7,22 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from megatron_fcp.config import FcpConfig, Mask
 from megatron_fcp.plan import Plan, make_plan
+from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.plan.planfile import read_plan
+from megatron_fcp.simulate.hardware import AttentionShape, load_hardware
 
 LARGEST = 2**31
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _TRAINING_FLAGS = (("--context-parallel-size", "--cp-size"), ("--fcp-", "--"))
 _STREAM = ("lengths", "cp_size", "tokens_per_rank")
 _PLANNER = ("block_size", "mask", "ranks_per_node", "rounds_per_stage", "blocks_per_message")
+_NOT_WITH_HARDWARE = ("rounds_per_stage", "blocks_per_message")
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
@@ -44,6 +48,12 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     stream.add_argument("--tokens-per-rank", type=at_least(1), metavar="T", help="the stream is padded to N * T tokens")
     stream.add_argument("--plan", metavar="FILE", help="take the plan from a file instead of planning")
     planner = parser.add_argument_group("planner")
+    planner.add_argument(
+        "--hardware",
+        metavar="NAME|FILE",
+        help="plan for the smallest makespan on this cluster, a preset or a YAML file; the planner then chooses block "
+        "size, messages, stages and ranks per node itself unless told (default: balance compute, owners send)",
+    )
     planner.add_argument("--mask", choices=get_args(Mask), help="attention inside a document (default: causal)")
     planner.add_argument(
         "--block-size",
@@ -73,7 +83,8 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
     """The shape of KV on one rank: it turns tokens into bytes."""
-    kv = parser.add_argument_group("KV of one rank, to turn tokens into bytes")
+    kv = parser.add_argument_group("attention of one rank, to turn tokens into bytes and time")
+    kv.add_argument("--num-heads", type=at_least(1), default=64, help="query heads, with --hardware (default: 64)")
     kv.add_argument("--num-kv-heads", type=at_least(1), default=8, help="after tensor parallelism (default: 8)")
     kv.add_argument("--head-dim", type=at_least(1), default=128, help="default: 128")
     kv.add_argument("--dtype-bytes", type=at_least(1), default=2, help="bytes per element (default: 2, bf16)")
@@ -87,7 +98,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     ValueError
         Naming the flag as it is spelled here.
     """
-    given = {name for name in (*_STREAM, *_PLANNER) if getattr(arguments, name) is not None}
+    given = {name for name in (*_STREAM, *_PLANNER, "hardware") if getattr(arguments, name) is not None}
     if arguments.plan is not None:
         if given:
             raise ValueError(f"--plan brings its own stream and settings; leave out {_flags(sorted(given))}")
@@ -101,6 +112,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
             cp_size=arguments.cp_size,
             tokens_per_rank=arguments.tokens_per_rank,
             config=FcpConfig(**{name: getattr(arguments, name) for name in _PLANNER if name in given}),
+            hardware=_cost_of(arguments, given),
         )
     except ValueError as error:
         message = str(error)
@@ -109,6 +121,25 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         raise ValueError(
             message if message.startswith("--") else f"--lengths {arguments.lengths}: {message}"
         ) from error
+
+
+def _cost_of(arguments: argparse.Namespace, given: set[str]) -> CostModel | None:
+    """Prices of the cluster that ``--hardware`` names, with the KV and heads of one rank."""
+    if arguments.hardware is None:
+        return None
+    if clash := [name for name in _NOT_WITH_HARDWARE if name in given]:
+        raise ValueError(f"--hardware makes the planner choose messages and stages; leave out {_flags(clash)}")
+    if arguments.mask == "full":
+        raise ValueError("--mask full has no makespan planner yet; leave out --hardware, or use --mask causal")
+    if arguments.num_heads % arguments.num_kv_heads:
+        raise ValueError(
+            f"--num-heads {arguments.num_heads} is not a multiple of --num-kv-heads {arguments.num_kv_heads}"
+        )
+    shape = AttentionShape(
+        arguments.num_heads, arguments.num_kv_heads, arguments.head_dim, bytes_per_element=arguments.dtype_bytes
+    )
+    cost = load_hardware(arguments.hardware).cost(shape)
+    return cost if arguments.ranks_per_node is None else replace(cost, ranks_per_node=arguments.ranks_per_node)
 
 
 def _flags(names: list[str]) -> str:

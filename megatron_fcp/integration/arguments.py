@@ -32,50 +32,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--fcp-layout",
         choices=get_args(Layout),
-        default=_DEFAULTS.layout,
+        default=None,
         help="Where tokens live outside attention. reshuffle: Megatron's own sharding; Q, K, V and the output move at "
-        "every attention. resident: FCP's placement from the batch to the loss; nothing else moves.",
+        "every attention. resident: FCP's placement from the batch to the loss; nothing else moves. "
+        f"(default: {_DEFAULTS.layout})",
     )
     group.add_argument(
         "--fcp-block-size",
         type=int,
-        default=_DEFAULTS.block_size,
+        default=None,
         metavar="TOKENS",
         help="Tokens per block; must divide the tokens of a rank. Default: the largest such size up to 4096.",
     )
     group.add_argument(
         "--fcp-kernel",
-        default=_DEFAULTS.kernel,
-        help="Attention kernel. auto takes the best that can do the job and says why.",
+        default=None,
+        help="Attention kernel. auto, the default, takes the best that can do the job and says why.",
     )
     group.add_argument(
         "--fcp-rounds-per-stage",
         type=int,
-        default=_DEFAULTS.rounds_per_stage,
+        default=None,
         metavar="N",
         help="Communication rounds attended to by one kernel call. Default: the planner decides.",
     )
     group.add_argument(
         "--fcp-blocks-per-message",
         type=int,
-        default=_DEFAULTS.blocks_per_message,
+        default=None,
         metavar="N",
-        help="Blocks that one message may carry (default: %(default)s).",
+        help=f"Blocks that one message may carry (default: {_DEFAULTS.blocks_per_message}).",
     )
     group.add_argument(
         "--fcp-ranks-per-node",
         type=int,
-        default=_DEFAULTS.ranks_per_node,
+        default=None,
         metavar="N",
         help="Context-parallel ranks that share a node's fast network; 1 means one flat network "
-        "(default: %(default)s).",
+        f"(default: {_DEFAULTS.ranks_per_node}, or what the hardware has).",
     )
     group.add_argument(
         "--fcp-timeout",
         type=float,
-        default=_DEFAULTS.timeout_s,
+        default=None,
         metavar="SECONDS",
-        help="Seconds a transfer may take before every rank stops with a report (default: %(default)s).",
+        help=f"Seconds a transfer may take before every rank stops with a report (default: {_DEFAULTS.timeout_s:g}).",
+    )
+    group.add_argument(
+        "--fcp-hardware",
+        metavar="NAME|FILE",
+        help="Plan for the smallest makespan on this cluster: a preset or a YAML file of `megatron-fcp profile`. The "
+        "planner then chooses block size (unless given), messages and stages. Default: balance compute, owners send.",
+    )
+    group.add_argument(
+        "--fcp-config",
+        metavar="FILE",
+        help="Settings that `megatron-fcp tune` wrote, hardware included; flags on the command line go before them.",
     )
     group.add_argument(
         "--fcp-save-plans",
@@ -140,16 +152,18 @@ def begin_session(args: argparse.Namespace) -> None:
     if getattr(args, "context_parallel_backend", "native") != "fcp":
         return
     settings = settings_from_args(args)
+    args.fcp_layout = settings.config.layout  # as the other settings, it may come from --fcp-config
     if not settings.own_attention:
         return  # one rank: Megatron's own attention, and nothing of ours in its way
     check_combinations(args)
     reason = kernel_for(args, settings.config.kernel)
     if args.rank == 0:
         tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
+        chosen = settings.hardware is not None and settings.config.block_size is None
         block_size = settings.config.resolve_block_size(tokens)
+        blocks = "blocks of the planner's choice" if chosen else f"{tokens // block_size} blocks of {block_size} tokens"
         print(
-            f"> FCP: {settings.config.layout} layout, {tokens // block_size} blocks of {block_size} tokens on each of "
-            f"{settings.cp_size} ranks; kernel: {reason}",
+            f"> FCP: {settings.config.layout} layout, {blocks} on each of {settings.cp_size} ranks; kernel: {reason}",
             flush=True,
         )
     # Plans replace masks: samples need no [s, s] mask from the data loader, which native packing drops as well.

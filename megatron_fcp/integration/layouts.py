@@ -106,6 +106,7 @@ class Layout:
             cp_size=cp_size,
             tokens_per_rank=boundaries.num_tokens // cp_size,
             config=settings.config,
+            hardware=settings.hardware,
         )
         self.rank_plan: RankPlan = self.plan.rank_plan(rank)
         if settings.resident:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_fcp.config import FcpConfig
+from megatron_fcp.config_file import read_config
+from megatron_fcp.plan.cost import CostModel
+from megatron_fcp.simulate.hardware import AttentionShape, load_hardware
 
 Documents = Literal["none", "packed", "eod"]
 Sharding = Literal["sequence", "document"]
@@ -38,6 +41,7 @@ class Settings:
     documents: Documents
     sharding: Sharding
     own_attention: bool
+    hardware: CostModel | None = None
     save_plans: str | None = None
 
     @property
@@ -46,23 +50,59 @@ class Settings:
         return self.config.layout == "resident"
 
 
-def config_from_args(args: Namespace) -> FcpConfig:
-    """The :class:`FcpConfig` of a command line.
+def config_from_args(args: Namespace) -> tuple[FcpConfig, CostModel | None]:
+    """Settings and prices of a command line: its flags, then those of ``--fcp-config``, then the defaults.
 
     Raises
     ------
     ValueError
-        For a value outside its range; names the flag.
+        For a value outside its range or a file that cannot be read; names the flag.
     """
-    return FcpConfig(
-        block_size=args.fcp_block_size,
-        layout=args.fcp_layout,
-        blocks_per_message=args.fcp_blocks_per_message,
-        rounds_per_stage=args.fcp_rounds_per_stage,
-        ranks_per_node=args.fcp_ranks_per_node,
-        kernel=args.fcp_kernel,
-        timeout_s=args.fcp_timeout,
+    config, cost = FcpConfig(), None
+    if args.fcp_config:
+        try:
+            config, cost = read_config(args.fcp_config)
+        except ValueError as error:
+            raise ValueError(f"--fcp-config: {error}") from error
+    flags = {
+        "block_size": args.fcp_block_size,
+        "layout": args.fcp_layout,
+        "blocks_per_message": args.fcp_blocks_per_message,
+        "rounds_per_stage": args.fcp_rounds_per_stage,
+        "ranks_per_node": args.fcp_ranks_per_node,
+        "kernel": args.fcp_kernel,
+        "timeout_s": args.fcp_timeout,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    config = replace(config, **given)
+    if args.fcp_hardware:
+        cost = _cost_of(args)
+    if cost is None:
+        return config, None
+    for name in ("blocks_per_message", "rounds_per_stage"):
+        if name in given:
+            flag = "--fcp-" + name.replace("_", "-")
+            source = "--fcp-hardware" if args.fcp_hardware else "the hardware in --fcp-config"
+            raise ValueError(f"{flag} {given[name]} has no effect with {source}: the planner chooses; drop {flag}")
+    return config, replace(cost, ranks_per_node=config.ranks_per_node) if "ranks_per_node" in given else cost
+
+
+def _cost_of(args: Namespace) -> CostModel:
+    """Prices of ``--fcp-hardware`` for the heads that one rank holds."""
+    try:
+        hardware = load_hardware(args.fcp_hardware)
+    except ValueError as error:
+        raise ValueError(f"--fcp-hardware: {error}".replace("--fcp-hardware: --hardware", "--fcp-hardware")) from error
+    tensor = args.tensor_model_parallel_size
+    kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    shape = AttentionShape(
+        num_heads=max(args.num_attention_heads // tensor, 1),
+        num_kv_heads=max(kv_heads // tensor, 1),
+        head_dim=args.kv_channels,
+        bytes_per_element=2 if args.bf16 or args.fp16 else 4,
     )
+    cost = hardware.cost(shape)
+    return replace(cost, ranks_per_node=max(cost.ranks_per_node // tensor, 1))
 
 
 def documents_of(args: Namespace) -> Documents:
@@ -80,7 +120,7 @@ def settings_from_args(args: Namespace) -> Settings:
     ValueError
         For a value outside its range or a block size that does not divide the tokens of a rank; names the flag.
     """
-    config = config_from_args(args)
+    config, hardware = config_from_args(args)
     documents = documents_of(args)
     for micro_batch_size in {args.micro_batch_size, args.eval_micro_batch_size}:
         config.resolve_block_size(args.seq_length * micro_batch_size // args.context_parallel_size)
@@ -92,5 +132,6 @@ def settings_from_args(args: Namespace) -> Settings:
         documents=documents,
         sharding="document" if args.sft else "sequence",
         own_attention=args.context_parallel_size > 1 or no_other,
+        hardware=hardware,
         save_plans=args.fcp_save_plans if args.rank == 0 else None,
     )

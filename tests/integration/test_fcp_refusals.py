@@ -119,6 +119,13 @@ def test_every_refusal_names_flag_value_and_remedy(training_loop: TrainingLoop) 
         ({"fcp_ranks_per_node": 0}, "ValueError", ("--fcp-ranks-per-node", "at least 1")),
         ({"fcp_blocks_per_message": 0}, "ValueError", ("--fcp-blocks-per-message", "at least 1")),
         ({"fcp_kernel": "cudnn9"}, "ValueError", ("--fcp-kernel 'cudnn9'", "auto")),
+        ({"fcp_hardware": "h900"}, "ValueError", ("--fcp-hardware 'h900'", "h100-ib")),
+        ({"fcp_config": "none.yaml"}, "ValueError", ("--fcp-config", "none.yaml", "megatron-fcp tune")),
+        (
+            {"fcp_hardware": "h100-ib", "fcp_rounds_per_stage": 2},
+            "ValueError",
+            ("--fcp-rounds-per-stage 2", "--fcp-hardware", "drop --fcp-rounds-per-stage"),
+        ),
         ({"yaml_cfg": "run.yaml"}, "ValueError", ("--yaml-cfg run.yaml", "pass flags instead")),
         ({"attention_dropout": 0.1}, "ValueError", ("--attention-dropout 0.1", "pass --attention-dropout 0")),
         ({"num_query_groups": 1, "tensor_model_parallel_size": 2}, "ValueError", ("--num-query-groups 1",)),
@@ -131,7 +138,8 @@ def test_all_ranks_refuse_before_anything_is_built(
     training_loop: TrainingLoop, flags: dict[str, Any], error: str, words: tuple[str, ...]
 ) -> None:
     world_size = 2 * flags.get("tensor_model_parallel_size", 1)
-    job = TrainingJob(tiny_model_args(**{**fcp("reshuffle"), **flags}), world_size)
+    # grace: the other ranks come to the same end by themselves, on a busy machine a little later
+    job = TrainingJob(tiny_model_args(**{**fcp("reshuffle"), **flags}), world_size, grace=30)
     with pytest.raises(JobError) as caught:
         training_loop.run(job)
     for rank in caught.value.ranks:
