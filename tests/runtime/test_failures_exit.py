@@ -27,6 +27,8 @@ dist.init_process_group("gloo", store=TCPStore("127.0.0.1", port), rank=rank, wo
 comm = Communicator.create(range(size), {timeout})
 plan = make_plan([45 if what == "batch" and rank == culprit else 46], cp_size=size, tokens_per_rank=16)
 comm.warm_up()
+good = make_plan([46], cp_size=size, tokens_per_rank=16)
+run_rank(comm, good, Model(), random_inputs(good, Model(), 0))  # everything is imported and compiled
 print("ready", flush=True)
 sys.stdin.readline()
 if rank == culprit and what == "stop":
@@ -63,10 +65,13 @@ def test_processes_end_with_an_error(what: str) -> None:
         if what == "kill":
             time.sleep(1.0)  # in the middle of an attention
             ranks[CULPRIT].kill()
+        # Python itself takes a second of CPU time to end; where others crowd the machine, allow for that.
+        limit = LIMIT_S if os.getloadavg()[0] < 2 * (os.cpu_count() or 1) else 4 * LIMIT_S
         start = time.monotonic()
-        ends = [r for r in range(SIZE) if r != CULPRIT or what == "batch"]
-        for rank in ends:
-            _, errors = ranks[rank].communicate(timeout=LIMIT_S - (time.monotonic() - start))
+        for rank in range(SIZE):
+            if rank == CULPRIT and what != "batch":
+                continue
+            _, errors = ranks[rank].communicate(timeout=limit - (time.monotonic() - start))
             assert ranks[rank].returncode not in (0, None, -signal.SIGKILL)
             named = {
                 "kill": f"cause: rank {CULPRIT} died",
