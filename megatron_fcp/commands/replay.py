@@ -184,7 +184,10 @@ class PassResult:
 def combine(
     plan: Plan, case: Case, program: Program, measured: Sequence[StageSeconds], *, backward: bool
 ) -> PassResult:
-    """Put measured seconds into the program; ranks that were not run take the median ratio of those that were."""
+    """Put measured seconds into the program; ranks that were not run take the median ratio of those that were.
+
+    A stage that the program cuts into several calls shares its measured seconds out as the prediction does.
+    """
     predicted = program.run()
     seconds = program.seconds.copy()
     calls = program.kind == COMPUTE
@@ -192,11 +195,13 @@ def combine(
     done = np.zeros(plan.cp_size, dtype=bool)
     for times in measured:
         mine: IntArray = np.flatnonzero(calls & (program.src == times.rank))
-        taken = (times.backward if backward else times.forward)[program.stage[mine]]
-        before = float(program.seconds[mine].sum())
-        if before > 0:
-            ratios.append(float(taken.sum()) / before)
-        seconds[mine] = taken
+        taken = times.backward if backward else times.forward
+        before = np.zeros(taken.size)
+        np.add.at(before, program.stage[mine], program.seconds[mine])
+        if before.any():
+            ratios.append(float(taken.sum() / before.sum()))
+        factor = np.divide(taken, before, out=np.ones(taken.size), where=before > 0)
+        seconds[mine] *= factor[program.stage[mine]]
         done[times.rank] = True
     others = calls & ~done[program.src]
     seconds[others] *= float(np.median(ratios)) if ratios else 1.0

@@ -15,7 +15,6 @@ from megatron_fcp.plan import Plan, make_plan
 from megatron_fcp.runtime.attention import BackwardPass, ForwardPass
 from megatron_fcp.runtime.compiled import CompiledPlan
 from megatron_fcp.runtime.kernels.torch_cuda_flash import TorchCudaFlash
-from megatron_fcp.runtime.kernels.varlen import split_calls
 from megatron_fcp.runtime.transport import Position
 
 pytestmark = pytest.mark.runtime
@@ -67,15 +66,17 @@ def plan() -> Plan:
     return make_plan(lengths, cp_size=4, tokens_per_rank=256, config=FcpConfig(block_size=16, rounds_per_stage=1))
 
 
-def passes(plan: Plan, rank: int) -> tuple[ForwardPass, BackwardPass, CompiledPlan]:
+def passes(plan: Plan, compiled: CompiledPlan) -> tuple[ForwardPass, BackwardPass]:
     """Both passes on the ``meta`` device, whose tensors have no values: whoever asks for one gets an error."""
-    compiled = CompiledPlan(plan.rank_plan(rank), "meta")
     q = torch.empty(256, 4, 16, dtype=torch.bfloat16, device="meta")
     k, v = (torch.empty(256, 2, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    kernel, comm = TorchCudaFlash(), Silent(plan, rank)  # the real operators, by their fake implementations
+    kernel, comm = (
+        TorchCudaFlash(),
+        Silent(plan, compiled.rank_plan.rank),
+    )  # the real operators, by their fake implementations
     lse = torch.empty(256, 4, device="meta")
     forward = ForwardPass(q, k, v, compiled, comm, kernel, 0.25)
-    return forward, BackwardPass(q, q, k, v, q, lse, compiled, comm, kernel, 0.25), compiled
+    return forward, BackwardPass(q, q, k, v, q, lse, compiled, comm, kernel, 0.25)
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -83,7 +84,7 @@ def test_no_layer_waits_for_the_device(plan: Plan, rank: int) -> None:
     """A host synchronisation is a value on its way to the host; meta tensors have none to give."""
     with pytest.raises(RuntimeError, match="meta"):
         torch.empty(1, device="meta").item()
-    forward, backward, _ = passes(plan, rank)
+    forward, backward = passes(plan, CompiledPlan(plan.rank_plan(rank), "meta"))
     out, lse = forward.run()
     assert (out.shape, lse.shape) == ((256, 4, 16), (256, 4))
     dq, dk, dv = backward.run()
@@ -92,13 +93,13 @@ def test_no_layer_waits_for_the_device(plan: Plan, rank: int) -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_operations_per_stage_are_bounded(plan: Plan, rank: int) -> None:
-    """Two dozen per stage and ten per further kernel call; backward adds one per received segment of K and of V."""
-    forward, backward, compiled = passes(plan, rank)
+    """Two dozen per stage and ten per further kernel call; in backward also one per received segment of K and of V."""
+    compiled = CompiledPlan(plan.rank_plan(rank), "meta")
+    for pass_ in passes(plan, compiled):
+        pass_.run()  # builds the index arrays of the calls, which every layer of the batch then uses
+    forward, backward = passes(plan, compiled)
     stages = sum(bool(work.items) for work in compiled.work)
     assert stages > 1
-    for work in compiled.work:
-        if work.items:
-            work.prepare("varlen calls", split_calls)  # its index arrays, once per batch
     with counting() as names:
         forward.run()
     calls = names.count("_flash_attention_forward")
@@ -107,5 +108,6 @@ def test_operations_per_stage_are_bounded(plan: Plan, rank: int) -> None:
     with counting() as names:
         backward.run()
     segments = sum(len(t.segments) for step in compiled.rank_plan.backward for t in getattr(step, "recvs", ()))
-    assert names.count("_flash_attention_backward") == calls
+    calls = names.count("_flash_attention_backward")
+    assert calls >= stages
     assert len(names) <= 24 * stages + 10 * (calls - stages) + 2 * segments, sorted(names)
