@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
+BoolArray: TypeAlias = NDArray[np.bool_]
+WordArray: TypeAlias = NDArray[np.uint64]
+Scalar: TypeAlias = Any  # a number inside compiled code, where an element of an array and a Python number are one
 
 
 def frozen(values: ArrayLike | Iterable[int]) -> IntArray:

@@ -1,10 +1,10 @@
-"""One pass over a plan that says whether every block gets where it is needed; :mod:`plan.validate` names what is wrong."""
+"""One pass over a plan: does every block get where it is needed? :mod:`plan.validate` names what is wrong."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import IntArray
+from megatron_fcp.plan.arrays import BoolArray, IntArray
 from megatron_fcp.plan.blocks import BlockTable
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.placement import Placement
@@ -49,7 +49,7 @@ def _delivers(
     fragment_document: IntArray,
     first: IntArray,
     last: IntArray,
-    travels: IntArray,
+    travels: BoolArray,
     causal: bool,
     src: IntArray,
     dst: IntArray,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import FloatArray, IntArray
+from megatron_fcp.plan.arrays import FloatArray, IntArray, Scalar
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.runs import Pieces
 from megatron_fcp.plan.shape import BlockShapes, blocks_price
@@ -19,8 +19,8 @@ CHEAP_SHARE = 0.25
 NEIGHBOUR = 0.7  # of the densest need that is enough for a rank that holds the block next to a piece
 LIGHTEST = 48  # ranks that a heavy one may trade with
 SIZES = 5  # pieces of 1, 2, 4, 8 and 16 blocks are traded
-# Blocks that lie deeper in their document than this share of the bearable traffic stay where they are, and the price over
-# the mean at which to stop: cheap blocks first, then what remains.
+# Blocks that lie deeper in their document than this share of the bearable traffic stay where they are, and the price
+# over the mean at which to stop: cheap blocks first, then what remains.
 TRADE_PHASES = ((1 / 16, 1.002), (1 / 4, 1.004))
 
 
@@ -94,11 +94,11 @@ def _far_documents(document_length: IntArray, least: float) -> IntArray:
 
 def _cheap_price(pieces: Pieces) -> float:
     """Price per block of the cheapest quarter of the stream: what any free slot costs at least."""
-    density = pieces.price / pieces.count
+    density = pieces.price / pieces.blocks
     order = np.argsort(density, kind="stable")
-    blocks = np.cumsum(pieces.count[order])
-    quarter = int(np.searchsorted(blocks, blocks[-1] * CHEAP_SHARE)) + 1
-    return float(pieces.price[order[:quarter]].sum() / blocks[min(quarter, blocks.size) - 1])
+    blocks = pieces.blocks[order].cumsum()
+    chosen = order[: int((blocks < int(blocks[-1]) * CHEAP_SHARE).sum()) + 1]
+    return float(pieces.price[chosen].sum()) / float(pieces.blocks[chosen].sum())
 
 
 @njit(cache=True)
@@ -121,13 +121,13 @@ def _place(
     left = np.full(cp_size, target)
     room = np.full(cp_size, slots)
     num_nodes = (cp_size + ranks_per_node - 1) // ranks_per_node
-    have = np.zeros((max(far.max() + 1 if far.size else 0, 1), num_nodes), dtype=np.int32)  # prefix a node fetches
+    have = np.zeros((max(far.max() + 1 if far.size else 0, 1), num_nodes), dtype=np.int64)  # prefix a node fetches
     fetched = np.zeros(num_nodes)
     for i in range(order.size):
         if home[i] >= 0:
-            owner[pieces.first[i] : pieces.first[i] + pieces.count[i]] = home[i]
+            owner[pieces.first[i] : pieces.first[i] + pieces.blocks[i]] = home[i]
             left[home[i]] -= pieces.price[i]
-            room[home[i]] -= pieces.count[i]
+            room[home[i]] -= pieces.blocks[i]
             _fetch(pieces.first[i], home[i] // ranks_per_node, shapes, far, have, fetched)
     first = np.empty(64, dtype=np.int64)
     count = np.empty(64, dtype=np.int64)
@@ -136,12 +136,12 @@ def _place(
         if home[i] >= 0:
             continue
         depth = 1
-        first[0], count[0] = pieces.first[i], pieces.count[i]
+        first[0], count[0] = pieces.first[i], pieces.blocks[i]
         price = pieces.price[i]
         while depth:
             depth -= 1
             b, k = first[depth], count[depth]
-            if k != pieces.count[i]:
+            if k != pieces.blocks[i]:
                 for j in range(k):
                     scratch[j] = b + j
                 price = blocks_price(scratch, k, shapes, qh, kh)
@@ -178,12 +178,13 @@ def _fetch(
 
 @njit(cache=True)
 def _densest(
-    block: int, left: FloatArray, room: IntArray, count: int, price: float, cheap: float, owner: IntArray,
+    block: int, left: FloatArray, room: IntArray, count: int, price: Scalar, cheap: float, owner: IntArray,
     shapes: BlockShapes, far: IntArray, have: IntArray, fetched: FloatArray, bearable: float, ranks_per_node: int,
 ) -> tuple[int, float]:  # fmt: skip
     """Rank with room that needs the most price per free slot and can bear these blocks; else the one it hurts least.
 
-    Ranks whose node fetches what lies before the blocks anyway come first, those whose node fetches enough already last. Also returns what it has left then, negative if too little.
+    Ranks whose node fetches what lies before the blocks anyway come first, those whose node fetches enough come last.
+    Also returns what the rank has left then, negative if too little.
     """
     d = shapes.head[block]
     position = shapes.head_position[block] if d >= 0 else 0

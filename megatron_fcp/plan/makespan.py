@@ -40,7 +40,7 @@ SMALLEST, LARGEST = 128, 512  # tokens per block, where tokens per rank allow it
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the planner expects of its plan, in seconds: end of every rank, shape [cp_size], and the sum of priced work."""
+    """What the planner expects, in seconds: the end of every rank, shape [cp_size], and the sum of priced work."""
 
     finish: FloatArray
     compute: float
@@ -72,7 +72,8 @@ def place_and_schedule(
     cp_size : int
     cost : CostModel
     """
-    assert table.mask == "causal" and table.num_blocks % cp_size == 0, (table.mask, table.num_blocks, cp_size)
+    assert table.mask == "causal", table.mask
+    assert table.num_blocks % cp_size == 0, (table.num_blocks, cp_size)
     shapes = block_shapes(table, cost.q_half, cost.kv_half)
     pieces, target = _pieces(table, shapes, cp_size, cost)
     bearable = BEARABLE * target * cost.pair_s / cost.token_s(1)
@@ -106,21 +107,20 @@ def _pieces(table: BlockTable, shapes: BlockShapes, cp_size: int, cost: CostMode
     n = table.document_length.astype(np.float64)
     target = float(((n + cost.q_half) * (n + cost.kv_half)).sum()) / 2 / cp_size
     depth, filler = np.zeros(1), np.full(1, 0.2 * target / slots)
-    for refinement in range(REFINEMENTS + 1):
-        pieces = cut_pieces(
-            table, shapes, slots, target * (1.03 if refinement == 0 else 1.0), depth, filler, WIDEST_RUN, cost.q_half,
-            cost.kv_half,
-        )  # fmt: skip
-        target = float(pieces.price.sum()) / cp_size
+    pieces = cut_pieces(table, shapes, slots, target * 1.03, depth, filler, WIDEST_RUN, cost.q_half, cost.kv_half)
+    target = float(pieces.price.sum()) / cp_size
+    for _ in range(REFINEMENTS):
         if not (pieces.document >= 0).any():
             break
         depth, filler = filler_prices(pieces, slots, target, _run_depth(table, pieces))
+        pieces = cut_pieces(table, shapes, slots, target, depth, filler, WIDEST_RUN, cost.q_half, cost.kv_half)
+        target = float(pieces.price.sum()) / cp_size
     return pieces, target
 
 
 def _run_depth(table: BlockTable, pieces: Pieces) -> IntArray:
     """Tokens of its document up to the end of each run; meaningless for atoms."""
-    stop = (pieces.first + pieces.count) * table.block_size - table.document_start[pieces.document]
+    stop = (pieces.first + pieces.blocks) * table.block_size - table.document_start[pieces.document]
     return np.minimum(stop, table.document_length[pieces.document])
 
 

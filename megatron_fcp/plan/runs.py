@@ -1,7 +1,7 @@
 """Long documents cut into runs of neighbouring blocks, one run per rank; the rest of the stream cut where it is cheap.
 
-For the same compute a contiguous run of late blocks has more queries than an early and a late piece together, hence less
-rim, and it leaves room for many cheap short documents. Runs are cut from the end of a document::
+For the same compute a contiguous run of late blocks has more queries than an early and a late piece together, hence
+less rim, and it leaves room for many cheap short documents. Runs are cut from the end of a document::
 
     long document   | head: atoms |  run  |  run | run | run |     one rank each, equal time with their filler
     stream between  | atom | atom |    atom     | atom |           boundaries fall into the shortest documents
@@ -18,7 +18,6 @@ from megatron_fcp.plan.blocks import BlockTable
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.shape import BlockShapes, blocks_price, rectangle, triangle
 
-
 SPARE = 1.0  # by which filler is priced higher than the cheapest: not every rank gets just that
 
 
@@ -27,15 +26,15 @@ class Pieces(NamedTuple):
 
     Attributes
     ----------
-    first, count : IntArray
-        Blocks ``first .. first + count - 1``.
+    first, blocks : IntArray
+        Blocks ``first .. first + blocks - 1``.
     document : IntArray
         Long document that a run belongs to, in which case it wants a rank of its own; -1 for atoms.
     price : FloatArray
     """
 
     first: IntArray
-    count: IntArray
+    blocks: IntArray
     document: IntArray
     price: FloatArray
 
@@ -78,7 +77,7 @@ def cut_pieces(
         table.document_start, table.document_length, first, last, table.block_size, table.num_blocks,
         shapes, cut, slots, target, depth, filler, widest, q_half, kv_half, out,
     )  # fmt: skip
-    return Pieces(*(a[:n] for a in out))
+    return Pieces(out.first[:n], out.blocks[:n], out.document[:n], out.price[:n])
 
 
 @njit(cache=True)
@@ -104,7 +103,8 @@ def _cut(
     done = 0  # blocks before this one are in a piece
     for d in range(start.size):
         low, high = max(first[d], done), last[d] + 1
-        if high - low < 2 or not _too_long(float(length[d]), high - low, slots, target, _at(depth, filler, length[d]), qh, kh):
+        fill = _at(depth, filler, length[d])
+        if high - low < 2 or not _too_long(float(length[d]), high - low, slots, target, fill, qh, kh):
             continue
         stop = high
         runs = n
@@ -116,7 +116,7 @@ def _cut(
                 break
             position = float((stop - k) * block_size - start[d])
             tokens = float(min(stop * block_size, start[d] + length[d]) - (stop - k) * block_size)
-            out.first[n], out.count[n], out.document[n] = stop - k, k, d
+            out.first[n], out.blocks[n], out.document[n] = stop - k, k, d
             out.price[n] = triangle(tokens, qh, kh) + rectangle(tokens * position, tokens, position, qh, kh)
             n += 1
             stop -= k
@@ -177,7 +177,7 @@ def _atoms(
         while price > target / 2 and count > 1:
             count = (count + 1) // 2
             price = blocks_price(scratch, count, shapes, qh, kh)
-        out.first[n], out.count[n], out.document[n], out.price[n] = low, count, -1, price
+        out.first[n], out.blocks[n], out.document[n], out.price[n] = low, count, -1, price
         n += 1
         low += count
     return n
@@ -196,11 +196,11 @@ def filler_prices(pieces: Pieces, slots: int, target: float, depth_of: IntArray)
     """
     runs, atoms = np.flatnonzero(pieces.document >= 0), np.flatnonzero(pieces.document < 0)
     if not runs.size or not atoms.size:
-        return np.zeros(1), np.full(1, pieces.price.sum() / max(pieces.count.sum(), 1))
+        return np.zeros(1), np.full(1, pieces.price.sum() / max(pieces.blocks.sum(), 1))
     runs = runs[np.argsort(-depth_of[runs], kind="stable")]
-    atoms = atoms[np.argsort(pieces.price[atoms] / pieces.count[atoms], kind="stable")]
-    room = np.append(0, np.cumsum(slots - pieces.count[runs])).astype(np.float64)
-    blocks = np.append(0, np.cumsum(pieces.count[atoms])).astype(np.float64)
+    atoms = atoms[np.argsort(pieces.price[atoms] / pieces.blocks[atoms], kind="stable")]
+    room = np.append(0, np.cumsum(slots - pieces.blocks[runs])).astype(np.float64)
+    blocks = np.append(0, np.cumsum(pieces.blocks[atoms])).astype(np.float64)
     price = np.append(0.0, np.cumsum(pieces.price[atoms]))
     edges = np.linspace(0, runs.size, min(16, runs.size) + 1).astype(np.int64)
     spent = np.interp(room[edges], blocks, price)

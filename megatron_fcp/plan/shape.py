@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import FloatArray, IntArray
+from megatron_fcp.plan.arrays import FloatArray, IntArray, Scalar
 from megatron_fcp.plan.blocks import BlockTable
 from megatron_fcp.plan.jit import njit
 
@@ -55,13 +55,13 @@ def block_shapes(table: BlockTable, q_half: float, kv_half: float) -> BlockShape
 
 
 @njit(cache=True)
-def triangle(n: float, q_half: float, kv_half: float) -> float:
+def triangle(n: Scalar, q_half: float, kv_half: float) -> Scalar:
     """Price of ``n`` tokens of a document against themselves."""
     return (n * n + n) / 2 * (1 + q_half / n) * (1 + kv_half / n) if n > 0 else 0.0
 
 
 @njit(cache=True)
-def rectangle(pairs: float, queries: float, keys: float, q_half: float, kv_half: float) -> float:
+def rectangle(pairs: Scalar, queries: Scalar, keys: Scalar, q_half: float, kv_half: float) -> Scalar:
     """Price of remote keys, in stages of about ``STAGE_KEYS``; a key costs the same rim however few queries see it."""
     if pairs <= 0:
         return 0.0
@@ -69,7 +69,7 @@ def rectangle(pairs: float, queries: float, keys: float, q_half: float, kv_half:
 
 
 @njit(cache=True)
-def blocks_price(blocks: IntArray, count: int, shapes: BlockShapes, q_half: float, kv_half: float) -> float:
+def blocks_price(blocks: IntArray, count: int, shapes: BlockShapes, q_half: float, kv_half: float) -> Scalar:
     """Price of the first ``count`` of ``blocks`` (ascending) on one rank."""
     total = 0.0
     document = -1

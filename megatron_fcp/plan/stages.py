@@ -1,7 +1,7 @@
 """Rounds for timed transfers, and each rank's rounds cut into compute stages.
 
-A rank starts its next stage as soon as it is idle and enough has arrived; how much is enough is tried out per rank, since
-few large stages keep kernels in shape and many small ones keep a rank with little local work busy.
+A rank starts its next stage as soon as it is idle and enough has arrived; how much is enough is tried out per rank,
+since few large stages keep kernels in shape and many small ones keep a rank with little local work busy.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _run(
     sums: FloatArray,
     ends: IntArray,
 ) -> tuple[float, float, int]:
-    """When a rank ends that waits for ``enough`` KV tokens per stage, its kernel time, and its stages (into ``ends``)."""
+    """When a rank ends that waits for ``enough`` KV tokens per stage, its kernel time, its stages (into ``ends``)."""
     stages = 0
     busy = now
     i = low

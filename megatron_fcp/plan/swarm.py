@@ -1,7 +1,7 @@
 """Rounds of KV messages in which every rank that holds a unit may pass it on.
 
-Round by round, receivers ask in order of what they still lack; the sender is a holder that is free in this round, and the
-message takes those units with the fewest copies so far, so that what only a hot owner holds spreads first. Inside a
+Round by round, receivers ask in order of what they still lack; the sender is a holder that is free in this round, and
+the message takes those units with the fewest copies so far, so that what only a hot owner holds spreads first. Inside a
 node a unit comes in from outside once, through whichever member asks first, and goes round on the fast tier. All
 messages of a round take about equally long, so that ranks stay in step even if none starts a round before the last.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import FloatArray, IntArray
+from megatron_fcp.plan.arrays import BoolArray, FloatArray, IntArray, Scalar, WordArray
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.units import Sharing
 
@@ -132,7 +132,8 @@ def _spread(
                 )  # fmt: skip
                 if e < 0:
                     continue
-                taken = _take(e, o, tier, cap, sharing, words, node_rows[node_share[e]], held, want, claimed, copies, unit, n)
+                group = node_rows[node_share[e]]
+                taken = _take(e, o, tier, cap, sharing, words, group, held, want, claimed, copies, unit, n)
                 d = sharing.share_document[e]
                 base = sharing.unit_ptr[d]
                 s = sharing.share_rank[o]
@@ -160,7 +161,7 @@ def _spread(
 @njit(cache=True)
 def _match(
     r: int,
-    begin: int,
+    begin: Scalar,
     tier: int,
     round_: int,
     cap: int,
@@ -168,14 +169,14 @@ def _match(
     words: IntArray,
     node_share: IntArray,
     node_rows: IntArray,
-    held: IntArray,
-    want: IntArray,
-    claimed: IntArray,
+    held: WordArray,
+    want: WordArray,
+    claimed: WordArray,
     remaining: IntArray,
-    closed: IntArray,
+    closed: BoolArray,
     mean_blocks: FloatArray,
     busy: IntArray,
-) -> tuple[int, int]:
+) -> tuple[Scalar, Scalar]:
     """The receiver's and the sender's share for this round; (-1, -1) if nobody who is free has what ``r`` lacks."""
     best_e, best_o, most = -1, -1, 0.0
     for i in range(begin, sharing.rank_ptr[r + 1]):
@@ -224,10 +225,10 @@ def _take(
     cap: int,
     sharing: Sharing,
     words: IntArray,
-    group: int,
-    held: IntArray,
-    want: IntArray,
-    claimed: IntArray,
+    group: Scalar,
+    held: WordArray,
+    want: WordArray,
+    claimed: WordArray,
     copies: IntArray,
     unit: IntArray,
     n: int,
@@ -272,7 +273,7 @@ def _take(
 
 
 @njit(cache=True)
-def count_bits(x: int) -> int:
+def count_bits(x: Scalar) -> Scalar:
     """Bits set in a 64-bit word."""
     x = x - ((x >> np.uint64(1)) & np.uint64(0x5555555555555555))
     x = (x & np.uint64(0x3333333333333333)) + ((x >> np.uint64(2)) & np.uint64(0x3333333333333333))
@@ -281,6 +282,6 @@ def count_bits(x: int) -> int:
 
 
 @njit(cache=True)
-def lowest_bit(x: int) -> int:
+def lowest_bit(x: Scalar) -> Scalar:
     """Index of the lowest bit set in a word that is not 0."""
     return count_bits((x & (~x + np.uint64(1))) - np.uint64(1))

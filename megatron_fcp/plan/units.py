@@ -1,8 +1,8 @@
 """Units of transfer and who takes part: the sharing problem that :mod:`plan.swarm` schedules.
 
 A *unit* is a run of at most ``max_blocks`` consecutive blocks of one owner whose KV belongs to one document. A
-*share* is a rank's part in a document that several ranks hold: what it owns, and the units before its latest block that it
-needs. Sets of units are bit sets over the units of the share's document.
+*share* is a rank's part in a document that several ranks hold: what it owns, and the units before its latest block
+that it needs. Sets of units are bit sets over the units of the share's document.
 """
 
 from __future__ import annotations
