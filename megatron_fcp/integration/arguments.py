@@ -50,6 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Attention kernel. auto, the default, takes the best that can do the job and says why.",
     )
     group.add_argument(
+        "--fcp-timeout",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help=f"Seconds a transfer may take before every rank stops with a report (default: {_DEFAULTS.timeout_s:g}).",
+    )
+    _add_planner_arguments(group)
+    return parser
+
+
+def _add_planner_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that shape plans, and those that read and write files of the command line."""
+    group.add_argument(
         "--fcp-rounds-per-stage",
         type=int,
         default=None,
@@ -72,13 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         f"(default: {_DEFAULTS.ranks_per_node}, or what the hardware has).",
     )
     group.add_argument(
-        "--fcp-timeout",
-        type=float,
-        default=None,
-        metavar="SECONDS",
-        help=f"Seconds a transfer may take before every rank stops with a report (default: {_DEFAULTS.timeout_s:g}).",
-    )
-    group.add_argument(
         "--fcp-hardware",
         metavar="NAME|FILE",
         help="Plan for the smallest makespan on this cluster: a preset or a YAML file of `megatron-fcp profile`. The "
@@ -94,7 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="Write the first plans of the run to FOLDER, for `megatron-fcp view`, `simulate`, `trace` and `replay`.",
     )
-    return parser
 
 
 def wrap_add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
