@@ -23,6 +23,8 @@ from megatron_fcp.plan.arrays import frozen, offsets
 from megatron_fcp.plan.schedule import schedule_rounds
 from megatron_fcp.plan.transfers import coalesce, needed_blocks
 from megatron_fcp.runtime import Communicator, CompiledPlan, fcp_attention, select_kernel
+from megatron_fcp.simulate import HardwareModel
+from megatron_fcp.simulate.hardware import AttentionShape
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # out, dq, dk, dv
 
@@ -40,6 +42,7 @@ class Setup:
     num_kv_heads: int
     head_dim: int
     block_size: int | None
+    hardware: HardwareModel
 
 
 class Contender(ABC):
@@ -80,11 +83,15 @@ class Fcp(_Planned):
     name = "fcp"
 
     def __init__(self, setup: Setup) -> None:
-        total = int(setup.lengths.sum())
-        config = FcpConfig(block_size=setup.block_size)
+        tokens = int(setup.lengths.sum()) // setup.size
+        shape = AttentionShape(setup.num_heads, setup.num_kv_heads, setup.head_dim)
         super().__init__(
-            setup, make_plan(setup.lengths, cp_size=setup.size, tokens_per_rank=total // setup.size, config=config)
-        )
+            setup,
+            make_plan(
+                setup.lengths, cp_size=setup.size, tokens_per_rank=tokens, hardware=setup.hardware.cost(shape),
+                config=FcpConfig(block_size=setup.block_size),
+            ),
+        )  # fmt: skip
 
 
 class RingPlan(_Planned):

@@ -30,8 +30,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from contenders import CONTENDERS, Contender, RingFlashAttn, Setup, Whole
 
 from megatron_fcp.runtime import Communicator
-from megatron_fcp.simulate import draw_lengths
+from megatron_fcp.simulate import HardwareModel, draw_lengths, load_hardware
 
+# One core and gloo between processes, as `megatron-fcp profile` measured on a two-core server.
+LOCAL = HardwareModel("local", 74e9, 0.98, 12, 13, 1.8e9, 1.8e9, 111e-6, 1, 25e9, 2, 0)
 TOLERANCE = 0.03  # of the largest value: bfloat16, against one kernel call per document
 
 
@@ -58,7 +60,7 @@ def worker(rank: int, args: argparse.Namespace, port: int, folder: str) -> None:
         lengths = np.append(lengths, args.ranks * args.tokens_per_rank - lengths.sum())
         setup = Setup(
             lengths[lengths > 0], rank, args.ranks, group, comm, args.num_heads, args.num_kv_heads, args.head_dim,
-            args.block_size,
+            args.block_size, LOCAL if args.hardware is None else load_hardware(args.hardware),
         )  # fmt: skip
         results.append({"workload": workload, "documents": int((lengths > 0).sum()), **measure(setup, args)})
         if rank == 0:
@@ -147,6 +149,9 @@ def main() -> None:
     parser.add_argument("--num-kv-heads", type=int, default=1)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--block-size", type=int, help="default: the planner's choice")
+    parser.add_argument(
+        "--hardware", metavar="FILE", help="from `megatron-fcp profile` (default: a typical server core)"
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write all times")

@@ -48,18 +48,16 @@ def run(arguments: argparse.Namespace) -> int:
         print_json([t.as_dict() for t in trials])
     else:
         _print(trials)
-        print("flags: " + shlex.join(flags(best.config)))
+        print("flags: " + shlex.join(flags(best.config, arguments.hardware, arguments.output)))
     return 0
 
 
-def flags(config: FcpConfig) -> list[str]:
-    """The training command's flags for ``config``."""
-    out = ["--context-parallel-backend", "fcp", "--fcp-layout", config.layout]
-    for name in ("block_size", "ranks_per_node"):
-        value = getattr(config, name)
-        if value is not None:
-            out += [f"--fcp-{name.replace('_', '-')}", str(value)]
-    return out
+def flags(config: FcpConfig, hardware: str, path: str | None) -> list[str]:
+    """The training command's flags for ``config``, which is in file ``path`` if that was asked for."""
+    if path:
+        return ["--context-parallel-backend", "fcp", "--fcp-config", path]
+    out = ["--context-parallel-backend", "fcp", "--fcp-hardware", hardware, "--fcp-layout", config.layout]
+    return [*out, "--fcp-block-size", str(config.block_size)]
 
 
 def _comment(best: Trial, hardware: str) -> str:

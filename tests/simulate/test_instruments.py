@@ -94,7 +94,9 @@ def test_tune_writes_the_best_of_what_it_tried(capsys: pytest.CaptureFixture[str
     assert (config.block_size, config.layout) == (trials[0]["block_size"], trials[0]["layout"])
     assert cost == load_hardware("h100-ib").cost()
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "--fcp-block-size" in run(capsys, "tune", *SMALL, "--layout", "resident")
+    argv = ["tune", *SMALL, "--layout", "resident"]
+    assert "--fcp-hardware h100-ib --fcp-layout resident --fcp-block-size" in run(capsys, *argv)
+    assert f"--fcp-config {path}" in run(capsys, *argv, "--output", str(path)).replace("\n", "")
 
 
 def test_configs_survive_the_file(tmp_path: Path) -> None:
