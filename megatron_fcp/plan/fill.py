@@ -53,9 +53,7 @@ def fill_ranks(
     taken_on = np.zeros(cp_size)
     for share, enough in TRADE_PHASES:
         late = np.append(0, np.cumsum(np.where(shapes.head >= 0, shapes.head_position, 0) > bearable * share))
-        _settle(
-            owner, price, shapes, late, num_blocks // cp_size, enough, taken_on, bearable / 2, q_half, kv_half
-        )
+        _settle(owner, price, shapes, late, num_blocks // cp_size, enough, taken_on, bearable / 2, q_half, kv_half)
     return owner, price
 
 
@@ -161,9 +159,7 @@ def _place(
 
 
 @njit(cache=True)
-def _fetch(
-    block: int, node: int, shapes: BlockShapes, far: IntArray, have: IntArray, fetched: FloatArray
-) -> None:
+def _fetch(block: int, node: int, shapes: BlockShapes, far: IntArray, have: IntArray, fetched: FloatArray) -> None:
     """Note that ``node`` needs what lies before ``block`` in its document."""
     d = shapes.head[block]
     if d < 0:

@@ -60,9 +60,7 @@ def choose_block_size(length: IntArray, cp_size: int, tokens_per_rank: int, cost
     return max((d for d in allowed if d * RUN_BLOCKS <= deepest), default=min(allowed))
 
 
-def place_and_schedule(
-    table: BlockTable, cp_size: int, cost: CostModel
-) -> tuple[Placement, CommSchedule, Estimate]:
+def place_and_schedule(table: BlockTable, cp_size: int, cost: CostModel) -> tuple[Placement, CommSchedule, Estimate]:
     """Owners, rounds and stages for a causal table.
 
     Parameters

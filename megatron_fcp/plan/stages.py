@@ -23,9 +23,7 @@ ENOUGH = np.array(
 
 
 @njit(cache=True)
-def message_ends(
-    transfers: Transfers, duration: FloatArray, cp_size: int, in_step: bool
-) -> FloatArray:
+def message_ends(transfers: Transfers, duration: FloatArray, cp_size: int, in_step: bool) -> FloatArray:
     """When every message is in; ``in_step``: no rank starts a round before its last one is through on both tiers."""
     sent, received = np.zeros((2, cp_size)), np.zeros((2, cp_size))
     through, pending = np.zeros(cp_size), np.zeros(cp_size)
