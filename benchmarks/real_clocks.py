@@ -126,11 +126,15 @@ def report(result: dict[str, object], ranks: int) -> str:
     for name, times in seconds.items():
         if name == Whole.name:
             share = [t / ranks / o for t, o in zip(times, ours)]
-            lines.append(f"  fcp reaches {statistics.median(share):.0%} of the compute bound ({_spread(share)})")
+            best = f"best turns {min(times) / ranks / min(ours):.0%}"
+            lines.append(
+                f"  fcp reaches {statistics.median(share):.0%} of the compute bound ({_spread(share)}; {best})"
+            )
             continue
         ratio = [t / o for t, o in zip(times, ours)]
         middle = f"{statistics.median(times):8.3f} s   {statistics.median(ratio):5.2f}x of fcp"
-        lines.append(f"  {name:<26}{middle} ({_spread(ratio)})")
+        best = f"best turns {min(times) / min(ours):.2f}x"
+        lines.append(f"  {name:<26}{middle} ({_spread(ratio)}; {best})")
     return "\n".join(lines)
 
 
