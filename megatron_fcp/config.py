@@ -46,6 +46,8 @@ class FcpConfig:
         Attention kernel (``--fcp-kernel``); "auto" takes the best that can do the job and says why.
     timeout_s : float
         Seconds (``--fcp-timeout``) a transfer may take before every rank stops with a report.
+    max_ctas : int or None
+        SMs that NCCL may take for FCP's transfers (``--fcp-max-ctas``); None leaves it to NCCL.
 
     Raises
     ------
@@ -61,6 +63,7 @@ class FcpConfig:
     ranks_per_node: int = 1
     kernel: str = "auto"
     timeout_s: float = 600.0
+    max_ctas: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("--fcp-layout", self.layout, get_args(Layout))
@@ -69,6 +72,8 @@ class FcpConfig:
             check_at_least("--fcp-block-size", self.block_size, 1)
         if self.rounds_per_stage is not None:
             check_at_least("--fcp-rounds-per-stage", self.rounds_per_stage, 1)
+        if self.max_ctas is not None:
+            check_at_least("--fcp-max-ctas", self.max_ctas, 1)
         check_at_least("--fcp-blocks-per-message", self.blocks_per_message, 1)
         check_at_least("--fcp-ranks-per-node", self.ranks_per_node, 1)
         if not self.timeout_s > 0:

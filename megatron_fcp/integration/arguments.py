@@ -56,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="SECONDS",
         help=f"Seconds a transfer may take before every rank stops with a report (default: {_DEFAULTS.timeout_s:g}).",
     )
+    group.add_argument(
+        "--fcp-max-ctas",
+        type=int,
+        default=None,
+        metavar="N",
+        help="SMs that NCCL may take for FCP's transfers; the rest stays with attention. Default: NCCL decides.",
+    )
     _add_planner_arguments(group)
     return parser
 

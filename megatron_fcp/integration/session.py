@@ -44,8 +44,10 @@ class Session:
             ranks = torch.distributed.get_process_group_ranks(cp_group)
             # A tensor tells where "cuda" is: on the CPU platform of the tests it is the CPU.
             device = torch.empty(0, device=torch.cuda.current_device()).device
-            timeout_s = self.settings.config.timeout_s
-            self._communicators[cp_group] = Communicator.create(ranks, timeout_s, "context parallel", device=device)
+            config = self.settings.config
+            self._communicators[cp_group] = Communicator.create(
+                ranks, config.timeout_s, "context parallel", device=device, max_ctas=config.max_ctas
+            )
         return self._communicators[cp_group]
 
 

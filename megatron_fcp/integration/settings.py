@@ -72,6 +72,7 @@ def config_from_args(args: Namespace) -> tuple[FcpConfig, CostModel | None]:
         "ranks_per_node": args.fcp_ranks_per_node,
         "kernel": args.fcp_kernel,
         "timeout_s": args.fcp_timeout,
+        "max_ctas": args.fcp_max_ctas,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     config = replace(config, **given)

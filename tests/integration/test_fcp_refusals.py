@@ -118,6 +118,7 @@ def test_every_refusal_names_flag_value_and_remedy(training_loop: TrainingLoop) 
         ({"fcp_timeout": -1}, "ValueError", ("--fcp-timeout", "positive", "-1")),
         ({"fcp_ranks_per_node": 0}, "ValueError", ("--fcp-ranks-per-node", "at least 1")),
         ({"fcp_blocks_per_message": 0}, "ValueError", ("--fcp-blocks-per-message", "at least 1")),
+        ({"fcp_max_ctas": 0}, "ValueError", ("--fcp-max-ctas", "at least 1")),
         ({"fcp_kernel": "cudnn9"}, "ValueError", ("--fcp-kernel 'cudnn9'", "auto")),
         ({"fcp_hardware": "h900"}, "ValueError", ("--fcp-hardware 'h900'", "h100-ib")),
         ({"fcp_config": "none.yaml"}, "ValueError", ("--fcp-config", "none.yaml", "megatron-fcp tune")),
