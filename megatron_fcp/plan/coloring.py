@@ -7,20 +7,10 @@ as the maximum degree (Koenig 1916), for multigraphs too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
-
 import numpy as np
 
 from megatron_fcp.plan.arrays import IntArray
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    F = TypeVar("F", bound=Callable[..., Any])
-
-    def njit(**_: Any) -> Callable[[F], F]: ...
-else:
-    from numba import njit
+from megatron_fcp.plan.jit import njit
 
 
 def max_degree(src: IntArray, dst: IntArray) -> int:

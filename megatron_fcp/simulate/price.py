@@ -8,25 +8,15 @@ stage after stage, each once its last message is in. Rim and area of every piece
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_fcp.plan.arrays import IntArray, offsets
+from megatron_fcp.plan.arrays import FloatArray, IntArray, offsets
 from megatron_fcp.plan.blocks import BlockTable
 from megatron_fcp.plan.cost import CostModel
+from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.plan import Plan
 from megatron_fcp.plan.schedule import tier_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    def njit(**_: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
-else:
-    from numba import njit
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
