@@ -30,12 +30,16 @@ class PushSchedule:
     message_round : IntArray, shape [num_messages]
     after_pull : IntArray, shape [num_rounds]
         Push round ``p`` follows pull round ``after_pull[p]`` in the order that all ranks share; non-decreasing.
+    sender_calls, receiver_calls : IntArray, shape [num_messages], or None
+        Calls of the pass that the two ranks begin before they post the message; None: those that it needs, no more.
     """
 
     num_rounds: int
     messages: Messages
     message_round: IntArray
     after_pull: IntArray
+    sender_calls: IntArray | None = None
+    receiver_calls: IntArray | None = None
 
 
 def transfer_arrays(schedule: CommSchedule) -> tuple[IntArray, IntArray, IntArray, IntArray]:

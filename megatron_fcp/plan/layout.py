@@ -14,6 +14,7 @@ import numpy as np
 from megatron_fcp.plan.arrays import IntArray, frozen, offsets
 from megatron_fcp.plan.backward import PushSchedule, transfer_arrays
 from megatron_fcp.plan.blocks import BlockTable
+from megatron_fcp.plan.calls import Calls
 from megatron_fcp.plan.placement import Placement
 from megatron_fcp.plan.program import LOCAL
 from megatron_fcp.plan.schedule import CommSchedule
@@ -49,12 +50,15 @@ class PlanLayout:
     arrived_ptr : IntArray, shape [cp_size + 1]
         What rank ``r`` receives is entry ``arrived_ptr[r]:arrived_ptr[r + 1]`` of the next two, by stage, then block.
     arrived_stage, arrived_block : IntArray, shape [num_transfers]
+    arrival : IntArray, shape [num_transfers]
+        The transfer of each entry.
     pull, push : Segments
     """
 
     arrived_ptr: IntArray
     arrived_stage: IntArray
     arrived_block: IntArray
+    arrival: IntArray
     pull: Segments
     push: Segments
 
@@ -63,6 +67,10 @@ class PlanLayout:
         mine = slice(self.arrived_ptr[rank], self.arrived_ptr[rank + 1])
         edges = np.searchsorted(self.arrived_stage[mine], np.arange(1, num_stages + 2))
         return np.split(self.arrived_block[mine], edges)[1:-1]
+
+    def arrived_part(self, rank: int, calls: Calls) -> IntArray:
+        """Part of its stage of all that ``rank`` receives, by stage, then block."""
+        return calls.part[calls.of_transfer[self.arrival[self.arrived_ptr[rank] : self.arrived_ptr[rank + 1]]]]
 
 
 def build_layout(table: BlockTable, placement: Placement, schedule: CommSchedule, push: PushSchedule) -> PlanLayout:
@@ -85,15 +93,21 @@ def build_layout(table: BlockTable, placement: Placement, schedule: CommSchedule
     holder_buffer[forwarded], holder_start[forwarded] = stage[source], taker_start[source]
 
     holder, taker = (holder_buffer, holder_start), (stage, taker_start)
-    back = lookup.transfers(np.repeat(push.messages.src, np.diff(push.messages.ptr)), push.messages.block)
+    pushed, counts = push.messages.block, np.diff(push.messages.ptr)
+    back = lookup.transfers(np.repeat(push.messages.src, counts), pushed)
+    collector = np.repeat(push.messages.dst, counts)
+    home_buffer = np.full(pushed.size, LOCAL, dtype=np.int64)
+    home_start = slot[pushed] * table.block_size + table.shared_start[pushed] - pushed * table.block_size
+    between = np.flatnonzero(placement.block_rank[pushed] != collector)
+    held = lookup.transfers(collector[between], pushed[between])
+    home_buffer[between], home_start[between] = stage[held], taker_start[held]
     return PlanLayout(
         arrived_ptr=frozen(np.searchsorted(dst[order], np.arange(placement.cp_size + 1))),
         arrived_stage=frozen(stage[order]),
         arrived_block=frozen(block[order]),
+        arrival=frozen(order),
         pull=_segments(schedule.messages, *holder, *taker, tokens),
-        push=_segments(
-            push.messages, stage[back], taker_start[back], holder_buffer[back], holder_start[back], tokens[back]
-        ),
+        push=_segments(push.messages, stage[back], taker_start[back], home_buffer, home_start, tokens[back]),
     )
 
 

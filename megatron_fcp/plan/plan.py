@@ -14,10 +14,12 @@ from megatron_fcp.config import FcpConfig, check_at_least
 from megatron_fcp.plan.arrays import IntArray, frozen
 from megatron_fcp.plan.backward import PushSchedule, reverse_schedule
 from megatron_fcp.plan.blocks import BlockTable, build_block_table, check_lengths
+from megatron_fcp.plan.calls import Calls, split_calls
 from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.plan.layout import PlanLayout, build_layout
 from megatron_fcp.plan.makespan import choose_block_size, place_and_schedule
 from megatron_fcp.plan.placement import Placement, place_blocks
+from megatron_fcp.plan.push_tree import push_by_tree
 from megatron_fcp.plan.rank_plan import RankPlan, derive_rank_plan
 from megatron_fcp.plan.schedule import CommSchedule, schedule_rounds
 from megatron_fcp.plan.transfers import coalesce, needed_blocks
@@ -53,8 +55,26 @@ class Plan:
         return self.table.num_tokens // self.cp_size
 
     @cached_property
+    def fine_backward(self) -> bool:
+        """Whether backward cuts stages finer than forward and pushes along trees of its own, behind the last pull.
+
+        Not where owners send all that they have in many stages: pushes between the pulls keep memory at two stages.
+        """
+        m = self.schedule.messages
+        relays = (self.placement.block_rank[m.block] != np.repeat(m.src, np.diff(m.ptr))).any()
+        few = max(ends.size for ends in self.schedule.stage_ends) <= 2
+        return self.table.mask == "causal" and len(m) > 0 and bool(relays or few)
+
+    @cached_property
+    def calls(self) -> Calls:
+        """The kernel calls of backward."""
+        return split_calls(self.table, self.placement, self.schedule, finely=self.fine_backward)
+
+    @cached_property
     def push(self) -> PushSchedule:
         """Rounds that bring partial dKV home in backward."""
+        if self.fine_backward:
+            return push_by_tree(self.table, self.placement, self.schedule, self.calls, self.ranks_per_node)
         return reverse_schedule(self.schedule, self.placement, self.ranks_per_node)
 
     @cached_property
@@ -80,7 +100,9 @@ class Plan:
     def rank_plan(self, rank: int) -> RankPlan:
         """What ``rank`` executes."""
         assert 0 <= rank < self.cp_size, (rank, self.cp_size)
-        return derive_rank_plan(self.table, self.placement, self.schedule, self.push, self.layout, rank, self.digest)
+        return derive_rank_plan(
+            self.table, self.placement, self.schedule, self.calls, self.push, self.layout, rank, self.digest
+        )
 
 
 def make_plan(

@@ -7,7 +7,11 @@ a rank posts the pulls of stage ``s`` only once it has attended to stage ``s - 2
 ::
 
     forward    pull 1 | pull 2 | attend local, 1 | pull 3 | attend 2 | pull 4 | attend 3 ...
-    backward   pull 1 | pull 2 | attend local, 1 | push 1 | pull 3 | attend 2 | push 2 | pull 4 ...
+    backward   pull 1 | pull 2 | attend half of local, 1 | push 1 | pull 3 | attend 2 | push 2 ... | rest of local
+
+Where blocks are passed on, backward attends to each stage in parts, and all pushes follow the last pull::
+
+    backward   pulls | half of local | 1, part 0 | part 1 | push | part 2 | push | ... | more of local | push | ...
 """
 
 from __future__ import annotations
@@ -60,9 +64,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Compute:
-    """Run the kernels of a stage, once all that its buffer awaits has arrived."""
+    """Run the kernels of a stage, or of a part of it, once all that its buffer awaits has arrived."""
 
     stage: int
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,28 +94,37 @@ class Slot:
 
     exchange: Exchange
     stage: int  # pull: the stage that what arrives belongs to
+    calls: int | None = None  # push: calls made before; None: all of the stages that it touches
 
 
-def pass_steps(slots: list[Slot], stage_tokens: list[int]) -> tuple[Step, ...]:
+def pass_steps(slots: list[Slot], calls: list[Compute], stage_tokens: list[int]) -> tuple[Step, ...]:
     """Steps of a forward (pulls only) or backward (pulls and pushes) pass of one rank.
 
     Parameters
     ----------
     slots : list of Slot
         The rank's exchanges in shared order.
+    calls : list of Compute
+        In order; those on remote stages that receive nothing take no step.
     stage_tokens : list of int
-        KV tokens of each stage, the local one first. Remote stages that receive nothing take no step.
+        KV tokens of each stage, the local one first.
     """
     steps: list[Step] = []
-    done = -1
+    done = 0
     pushes: list[Exchange] = []
+    through = [0] * len(stage_tokens)  # calls up to the last one of each stage, but for the rest of the local one
+    opened = [0] * len(stage_tokens)  # calls up to the first one
+    for i, call in enumerate(calls, 1):
+        if call.stage != LOCAL or call.part == 0:
+            through[call.stage] = i
+            opened[call.stage] = opened[call.stage] or i
 
-    def attend(stage: int) -> None:
+    def attend(count: int) -> None:
         nonlocal done
-        while done < stage:
+        while done < count:
+            if calls[done].stage == LOCAL or stage_tokens[calls[done].stage]:
+                steps.append(calls[done])
             done += 1
-            if done == LOCAL or stage_tokens[done]:
-                steps.append(Compute(done))
 
     def reduce_down_to(kept: int) -> None:
         while len(pushes) > kept:
@@ -120,20 +134,28 @@ def pass_steps(slots: list[Slot], stage_tokens: list[int]) -> tuple[Step, ...]:
         exchange = slot.exchange
         if exchange.kind == "pull":
             if exchange.recvs and slot.stage >= 3:
-                attend(slot.stage - 2)
+                attend(through[slot.stage - 2])
         else:
-            sent = {s.buffer for t in exchange.sends for s in t.segments}
-            received = {s.buffer for t in exchange.recvs for s in t.segments}
-            attend(max(sent | received))
-            if any(s.buffer in sent for push in pushes for t in push.recvs for s in t.segments):
-                reduce_down_to(0)  # a forwarder passes on its partials only once those of its own receivers are in
-            reduce_down_to(1)
+            touched = {s.buffer for t in (*exchange.sends, *exchange.recvs) for s in t.segments}
+            if slot.calls is None:
+                attend(max(through[buffer] for buffer in touched))
+            else:
+                attend(max(slot.calls, *(opened[buffer] for buffer in touched)))
+            late = [i for i, push in enumerate(pushes) if _passes_on(exchange, push)]
+            reduce_down_to(min(len(pushes) - 1 - max(late, default=-1), 1))
             if exchange.recvs:
                 pushes.append(exchange)
         steps.append(exchange)
-    attend(len(stage_tokens) - 1)
+    attend(len(calls))
     reduce_down_to(0)
     return tuple(_with_releases(steps))
+
+
+def _passes_on(exchange: Exchange, push: Exchange) -> bool:
+    """Whether ``exchange`` sends partials to which those that ``push`` receives must have been added."""
+    sent = [s for t in exchange.sends for s in t.segments]
+    received = [s for t in push.recvs for s in t.segments]
+    return any(s.buffer == r.buffer and s.start < r.stop and r.start < s.stop for r in received for s in sent)
 
 
 def _with_releases(steps: list[Step]) -> list[Step]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from operator import itemgetter
 from typing import Literal
 
@@ -12,10 +13,12 @@ import numpy as np
 from megatron_fcp.plan.arrays import IntArray, frozen, ranges
 from megatron_fcp.plan.backward import PushSchedule
 from megatron_fcp.plan.blocks import BlockTable
+from megatron_fcp.plan.calls import Calls
 from megatron_fcp.plan.layout import PlanLayout, Segments
 from megatron_fcp.plan.placement import Placement
 from megatron_fcp.plan.program import (
     LOCAL,
+    Compute,
     Exchange,
     Peak,
     Segment,
@@ -27,7 +30,7 @@ from megatron_fcp.plan.program import (
 )
 from megatron_fcp.plan.schedule import CommSchedule
 from megatron_fcp.plan.transfers import Messages
-from megatron_fcp.plan.work import StageWork, stage_works
+from megatron_fcp.plan.work import StageWork, part_of_local, part_of_stage, stage_works
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class RankPlan:
         Document of each local token, -1 on padding.
     stages : tuple of StageWork
         Stage 0 is local.
+    parts : tuple of tuple of tuple of StageWork
+        What backward attends to in each part of each stage, as one or two kernel calls.
     forward, backward : tuple of Step
         The two passes as straight lines of steps.
     """
@@ -58,6 +63,7 @@ class RankPlan:
     position_ids: IntArray
     document_ids: IntArray
     stages: tuple[StageWork, ...]
+    parts: tuple[tuple[tuple[StageWork, ...], ...], ...]
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
 
@@ -86,6 +92,7 @@ def derive_rank_plan(
     table: BlockTable,
     placement: Placement,
     schedule: CommSchedule,
+    calls: Calls,
     push: PushSchedule,
     layout: PlanLayout,
     rank: int,
@@ -102,9 +109,15 @@ def derive_rank_plan(
     stage_of_round = schedule.stage_of_round(rank).tolist()
     after_pull = push.after_pull.tolist()
     pull_slots = [Slot(exchange, stage_of_round[exchange.round]) for exchange in pulls]
+    begun = _calls_before(push, rank)
     merged = [((slot.exchange.round, 0), slot) for slot in pull_slots]
-    merged += [((after_pull[exchange.round], 1 + exchange.round), Slot(exchange, LOCAL)) for exchange in pushes]
+    merged += [
+        ((after_pull[exchange.round], 1 + exchange.round), Slot(exchange, LOCAL, begun.get(exchange.round)))
+        for exchange in pushes
+    ]
     merged.sort(key=itemgetter(0))
+    mine = slice(calls.ptr[rank], calls.ptr[rank + 1])
+    backward = [Compute(s, p) for s, p in zip(calls.stage[mine].tolist(), calls.part[mine].tolist())]
     return RankPlan(
         rank=rank,
         cp_size=placement.cp_size,
@@ -113,9 +126,48 @@ def derive_rank_plan(
         position_ids=frozen(position),
         document_ids=frozen(document),
         stages=tuple(stages),
-        forward=pass_steps(pull_slots, tokens),
-        backward=pass_steps([slot for _, slot in merged], tokens),
+        parts=_parts(table, local_blocks, stages, calls, layout, rank),
+        forward=pass_steps(pull_slots, [Compute(stage) for stage in range(len(stages))], tokens),
+        backward=pass_steps([slot for _, slot in merged], backward, tokens),
     )
+
+
+def _calls_before(push: PushSchedule, rank: int) -> dict[int, int]:
+    """Calls that ``rank`` makes before each of its push rounds, where the schedule says so."""
+    out: dict[int, int] = {}
+    for side, calls in ((push.messages.src, push.sender_calls), (push.messages.dst, push.receiver_calls)):
+        if calls is not None:
+            chosen = np.flatnonzero(side == rank)
+            for round_, count in zip(push.message_round[chosen].tolist(), calls[chosen].tolist()):
+                out[round_] = max(out.get(round_, 0), count)
+    return out
+
+
+def _parts(
+    table: BlockTable, local_blocks: IntArray, stages: list[StageWork], calls: Calls, layout: PlanLayout, rank: int
+) -> tuple[tuple[tuple[StageWork, ...], ...], ...]:
+    """What ``rank`` attends to in each part of each of its stages."""
+    mine = slice(calls.ptr[rank], calls.ptr[rank + 1])
+    count: list[int] = np.bincount(calls.stage[mine], minlength=len(stages)).tolist()
+    out: list[tuple[tuple[StageWork, ...], ...]] = []
+    pieces = slice(calls.local.ptr[rank], calls.local.ptr[rank + 1])
+    local = calls.local
+    part, item, start, stop = (a[pieces] for a in (local.part, local.item, local.start, local.stop))
+    if count[LOCAL] == 1:
+        out.append(((stages[LOCAL],),))
+    else:
+        edges: list[int] = np.searchsorted(part, np.arange(count[LOCAL] + 1)).tolist()
+        out.append(tuple(part_of_local(stages[LOCAL], item[i:j], start[i:j], stop[i:j]) for i, j in pairwise(edges)))
+    arrived = layout.arrived_part(rank, calls)
+    at = 0
+    for stage, parts in zip(stages[1:], count[1:]):
+        if parts == 1:
+            out.append(((stage,),))
+        else:
+            edges = np.searchsorted(arrived[at : at + stage.blocks.size], np.arange(parts + 1)).tolist()
+            out.append(tuple((part_of_stage(table, local_blocks, stage, i, j),) for i, j in pairwise(edges)))
+        at += stage.blocks.size
+    return tuple(out)
 
 
 def _positions(table: BlockTable, index: IntArray) -> tuple[IntArray, IntArray]:

@@ -8,7 +8,7 @@ once per stage, so a stage is one variable-length kernel call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -133,6 +133,44 @@ def _remote_stage(
         frozen(arrived),
         frozen(offset),
     )
+
+
+def part_of_stage(table: BlockTable, local_blocks: IntArray, stage: StageWork, low: int, high: int) -> StageWork:
+    """Work on blocks ``low:high`` of a remote stage's buffer."""
+    fragments = local_fragments(table, local_blocks)
+    first, last = table.document_blocks()
+    document = fragments.document
+    stop = fragments.block if table.mask == "causal" else last[document] + 1
+    part = _remote_stage(table, fragments, first[document], stop, stage.blocks[low:high])
+    before = int(stage.block_offset[low])
+    return replace(
+        stage,
+        q_start=part.q_start,
+        q_stop=part.q_stop,
+        kv_start=frozen(part.kv_start + before),
+        kv_stop=frozen(part.kv_stop + before),
+    )
+
+
+def part_of_local(local: StageWork, item: IntArray, start: IntArray, stop: IntArray) -> tuple[StageWork, ...]:
+    """Queries ``start:stop`` of some items of a causal local stage and their keys: a causal call, and one before it."""
+    begin = local.q_start[item]
+    square = (frozen(begin + start), frozen(begin + stop))
+    calls = [replace(local, q_start=square[0], q_stop=square[1], kv_start=square[0], kv_stop=square[1])]
+    cut = np.flatnonzero(start > 0)
+    if cut.size:
+        before = (frozen(begin[cut]), frozen(begin[cut] + start[cut]))
+        calls.append(
+            replace(
+                local,
+                q_start=square[0][cut],
+                q_stop=square[1][cut],
+                kv_start=before[0],
+                kv_stop=before[1],
+                causal=False,
+            )
+        )
+    return tuple(calls)
 
 
 def _document_range(

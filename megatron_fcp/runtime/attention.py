@@ -192,19 +192,18 @@ class BackwardPass:
         if isinstance(step, Exchange):
             (self.kv.pull if step.kind == "pull" else self.dkv.push)(step)
         elif isinstance(step, Compute):
-            self._attend(step.stage)
+            self._attend(step.stage, step.part)
         elif isinstance(step, Reduce):
             self.dkv.reduce(step.round)
         else:
             (self.kv if step.kind == "kv" else self.dkv).release(step.buffer)
 
-    def _attend(self, stage: int) -> None:
-        work = self.plan.work[stage]
-        if not work.items:
-            return
-        k, v = self.kv.get(stage)
-        into = Gradients(self.dq, *self.dkv.get(stage))
-        self.kernel.backward(self.dout, self.q, k, v, self.out, self.lse, work, self.scale, into)
+    def _attend(self, stage: int, part: int) -> None:
+        for work in self.plan.parts[stage][part]:
+            if work.items:
+                k, v = self.kv.get(stage)
+                into = Gradients(self.dq, *self.dkv.get(stage))
+                self.kernel.backward(self.dout, self.q, k, v, self.out, self.lse, work, self.scale, into)
 
 
 def _enter(comm: Transport | None, task: str, plan: CompiledPlan, steps: tuple[Step, ...]) -> None:

@@ -19,12 +19,19 @@ class CompiledPlan:
     device : torch.device
     work : tuple of WorkList
         One per stage; stage 0 is local.
+    parts : tuple of tuple of tuple of WorkList
+        What backward attends to in each part of each stage, as one or two kernel calls.
     """
 
     def __init__(self, rank_plan: RankPlan, device: torch.device | str = "cpu") -> None:
         self.rank_plan = rank_plan
         self.device = torch.device(device)
         self.work = tuple(WorkList.from_stage(stage, self.device) for stage in rank_plan.stages)
+        lists = {id(stage): work for stage, work in zip(rank_plan.stages, self.work)}
+        self.parts = tuple(
+            tuple(tuple(lists.get(id(w)) or WorkList.from_stage(w, self.device) for w in part) for part in stage)
+            for stage in rank_plan.parts
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -119,10 +119,10 @@ class _TimedForward(ForwardPass):
 class _TimedBackward(BackwardPass):
     clock: _Clock
 
-    def _attend(self, stage: int) -> None:
-        if self.plan.work[stage].items:
+    def _attend(self, stage: int, part: int) -> None:
+        if any(work.items for work in self.plan.parts[stage][part]):
             with self.clock.span(stage):
-                super()._attend(stage)
+                super()._attend(stage, part)
 
 
 def replay_rank(

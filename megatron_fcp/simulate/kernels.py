@@ -60,6 +60,15 @@ def local_s(table: BlockTable, block_rank: IntArray, num_ranks: int, cost: CostM
     return causal_s(held, cost).reshape(num_ranks, documents).sum(axis=1)
 
 
+def pieces_s(start: IntArray, stop: IntArray, cost: CostModel) -> FloatArray:
+    """Seconds of tokens ``start:stop`` of a document that see all up to themselves, as backward's local calls run them.
+
+    One causal call, and one on all that comes before.
+    """
+    q, k = (stop - start).astype(np.float64), start.astype(np.float64)
+    return causal_s(q, cost) + _priced(q * k, q, k, cost)
+
+
 def remote_s(
     table: BlockTable, block_rank: IntArray, rank: IntArray, group: IntArray, block: IntArray, num_groups: int,
     cost: CostModel,

@@ -3,7 +3,7 @@
 ::
 
     forward    pull rounds ....... each stage's kernels start when its last message is in
-    backward   the same pulls and kernels, then the stage's dKV goes back along the reversed edges in fp32
+    backward   the same pulls, kernels cut finer, each part's dKV on its way home in fp32 while others run
 
 The links of both directions and tiers are full duplex; in backward pulls and pushes share them in the order in which
 the runtime posts them.
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import FloatArray, IntArray, offsets
-from megatron_fcp.plan.backward import transfer_arrays
+from megatron_fcp.plan.arrays import FloatArray, IntArray, offsets, ranges
+from megatron_fcp.plan.calls import message_stages
 from megatron_fcp.plan.plan import Plan
 from megatron_fcp.plan.schedule import tier_of
 from megatron_fcp.simulate.case import Case
-from megatron_fcp.simulate.kernels import local_s, remote_s
+from megatron_fcp.simulate.kernels import local_s, pieces_s, remote_s
 from megatron_fcp.simulate.program import COMPUTE, MESSAGE, Builder, Program
 
 PUSH_FACTOR = 2  # partial dKV travels in fp32, KV in bf16
@@ -50,64 +50,76 @@ def plan_program(plan: Plan, case: Case, *, backward: bool = False, held_stages:
     return _Lowering(plan, case, backward).program(held_stages)
 
 
-def message_stages(plan: Plan) -> IntArray:
-    """Stage (from 1) in which the receiver of each message attends to it, shape [num_messages]."""
-    m, schedule = plan.schedule.messages, plan.schedule
-    stage = np.zeros(len(m), dtype=np.int64)
-    by_receiver = np.argsort(m.dst, kind="stable")
-    edge = np.searchsorted(m.dst[by_receiver], np.arange(plan.cp_size + 1))
-    for rank, ends in enumerate(schedule.stage_ends):
-        mine = by_receiver[edge[rank] : edge[rank + 1]]
-        stage[mine] = np.searchsorted(ends, schedule.message_round[mine]) + 1
-    return stage
-
-
 class _Lowering:
     """Numbers the plan's messages, kernels and pushes, sorts them by when they are posted, and links them."""
 
     def __init__(self, plan: Plan, case: Case, backward: bool) -> None:
         self.plan, self.case, self.backward = plan, case, backward
         self.cost = case.cost(backward=backward)
-        self.stage = message_stages(plan)
-        self.stage_ptr = offsets([ends.size + 1 for ends in plan.schedule.stage_ends])
-        m = plan.schedule.messages
+        m, n = plan.schedule.messages, plan.cp_size
+        self.stage = message_stages(plan.schedule)
         self.counts = np.diff(m.ptr)
         self.message = np.repeat(np.arange(len(m)), self.counts)  # of each transfer
         self.by_arrival = np.argsort(m.dst[self.message] * plan.table.num_blocks + m.block, kind="stable")
+        if backward:
+            self.call_ptr, self.call_stage, self.call = plan.calls.ptr, plan.calls.stage, plan.calls.of_transfer
+        else:
+            self.call_ptr = offsets([ends.size + 1 for ends in plan.schedule.stage_ends])
+            self.call_stage = ranges(np.zeros(n, dtype=np.int64), np.diff(self.call_ptr))
+            self.call = (self.call_ptr[m.dst] + self.stage)[self.message]
+        self.call_rank = np.repeat(np.arange(n), np.diff(self.call_ptr))
 
     def program(self, held_stages: int | None) -> Program:
         plan, m = self.plan, self.plan.schedule.messages
-        rank = np.repeat(np.arange(plan.cp_size), np.diff(self.stage_ptr))
-        stage = np.arange(self.stage_ptr[-1]) - self.stage_ptr[rank]
-        last_round = np.full(rank.size, -1, dtype=np.int64)
-        for r, ends in enumerate(plan.schedule.stage_ends):
-            last_round[self.stage_ptr[r] + 1 : self.stage_ptr[r + 1]] = ends
-        num_pull, num_calls = len(m), rank.size
         push = plan.push if self.backward else None
         num_push = len(push.messages) if push else 0
-        when = [plan.schedule.message_round * 4, last_round * 4 + 1]
+        when = [plan.schedule.message_round * 4, self._called_after() * 4 + 1]
         if push:
             when.append(push.after_pull[push.message_round] * 4 + 2)
         order = np.argsort(np.concatenate(when), kind="stable")
         number = np.empty(order.size, dtype=np.int64)
         number[order] = np.arange(order.size)
-        pull_op, call_op, push_op = np.split(number, [num_pull, num_pull + num_calls])
+        pull_op, call_op, push_op = np.split(number, [len(m), len(m) + self.call_rank.size])
 
-        out = self._columns(order, rank, stage, num_push)
-        out.depend(call_op[self.stage_ptr[m.dst] + self.stage], pull_op)
+        out = self._columns(order, num_push)
+        first = self._first_calls()
+        begins = first[m.dst, self.stage]
+        parts = first[m.dst, self.stage + 1] - begins
+        out.depend(call_op[ranges(begins, parts)], np.repeat(pull_op, parts))  # a part waits for its whole stage
         parent = self._parents(m.src[self.message], m.block)
         out.depend(pull_op[self.message], np.where(parent >= 0, pull_op[self.message[parent]], -1))
         if held_stages is not None:
             before = self.stage - held_stages
-            out.depend(pull_op, np.where(before >= 0, call_op[self.stage_ptr[m.dst] + np.maximum(before, 0)], -1))
+            last = np.where(before > 0, first[m.dst, np.maximum(before, 0) + 1] - 1, self.call_ptr[m.dst])
+            out.depend(pull_op, np.where(before >= 0, call_op[last], -1))
         if push and num_push:
             self._link_pushes(out, call_op, push_op)
         return out.build()
 
-    def _columns(self, order: IntArray, rank: IntArray, stage: IntArray, num_push: int) -> Builder:
+    def _first_calls(self) -> IntArray:
+        """First call of each rank's stages, shape [cp_size, most stages + 2]; behind a rank's last stage its end."""
+        width = int(self.call_stage.max(initial=0)) + 2
+        remote = np.flatnonzero(self.call_stage > 0)
+        key = self.call_rank[remote] * width + self.call_stage[remote]
+        count = np.bincount(key, minlength=self.plan.cp_size * width).reshape(-1, width)
+        after = self.call_ptr[:-1, None] + 1 + np.cumsum(count, axis=1)  # the rank's first call is local
+        return np.concatenate((self.call_ptr[:-1, None], after[:, :-1]), axis=1)
+
+    def _called_after(self) -> IntArray:
+        """Pull round after which each call is made, shape [num_calls]; the local stage's rest comes last."""
+        last_round = np.full(self.call_rank.size, self.plan.schedule.num_rounds, dtype=np.int64)
+        last_round[self.call_ptr[:-1]] = -1
+        ends_ptr = offsets([ends.size for ends in self.plan.schedule.stage_ends])
+        ends = np.concatenate(self.plan.schedule.stage_ends)
+        remote = np.flatnonzero(self.call_stage > 0)
+        last_round[remote] = ends[ends_ptr[self.call_rank[remote]] + self.call_stage[remote] - 1]
+        return last_round
+
+    def _columns(self, order: IntArray, num_push: int) -> Builder:
         """All operations with their prices, in ``order``, nothing linked yet."""
         plan, m, block = self.plan, self.plan.schedule.messages, self.plan.table.block_size
-        calls = self._call_seconds(rank)
+        rank, stage = self.call_rank, self.call_stage
+        calls = self._call_seconds()
         kind = [np.full(len(m), MESSAGE), np.full(rank.size, COMPUTE)]
         src, dst, stages = [m.src, rank], [m.dst, rank], [self.stage, stage]
         rounds = [plan.schedule.message_round, np.full(rank.size, -1)]
@@ -132,14 +144,23 @@ class _Lowering:
         )  # fmt: skip
         return out
 
-    def _call_seconds(self, rank: IntArray) -> FloatArray:
+    def _call_seconds(self) -> FloatArray:
         plan, m = self.plan, self.plan.schedule.messages
-        receiver = m.dst[self.message]
-        call = self.stage_ptr[receiver] + self.stage[self.message]
         owner = plan.placement.block_rank
-        seconds = remote_s(plan.table, owner, receiver, call, m.block, rank.size, self.cost)
-        seconds[self.stage_ptr[:-1]] += local_s(plan.table, owner, plan.cp_size, self.cost)
-        return seconds * self.case.slowdown()[rank]
+        seconds = remote_s(plan.table, owner, m.dst[self.message], self.call, m.block, self.call_rank.size, self.cost)
+        if self.backward:
+            local = plan.calls.local
+            np.add.at(seconds, self._local_calls(), pieces_s(local.start, local.stop, self.cost))
+        else:
+            seconds[self.call_ptr[:-1]] += local_s(plan.table, owner, plan.cp_size, self.cost)
+        return seconds * self.case.slowdown()[self.call_rank]
+
+    def _local_calls(self) -> IntArray:
+        """Call of each piece of the local stages: part 0 is a rank's first call, the others are its last."""
+        calls, local = self.plan.calls, self.plan.calls.local
+        rank = np.repeat(np.arange(self.plan.cp_size), np.diff(local.ptr))
+        parts = np.bincount(self.call_rank[calls.stage == 0], minlength=self.plan.cp_size)
+        return np.where(local.part == 0, self.call_ptr[rank], self.call_ptr[rank + 1] - parts[rank] + local.part)
 
     def _message_seconds(self, src: IntArray, dst: IntArray, size: IntArray) -> FloatArray:
         tier = tier_of(src, dst, self.plan.ranks_per_node)
@@ -158,14 +179,14 @@ class _Lowering:
         return parent
 
     def _link_pushes(self, out: Builder, call_op: IntArray, push_op: IntArray) -> None:
-        """A partial goes back once its stage is through and those that the holder relays to have sent theirs."""
+        """A partial goes back once its call is through and those that its holder collects have come."""
         push = self.plan.push.messages
+        nb = self.plan.table.num_blocks
         pushed = np.repeat(np.arange(len(push)), np.diff(push.ptr))
-        source = self._parents(push.src[pushed], push.block)  # the pull that this transfer reverses
-        out.depend(push_op[pushed], call_op[self.stage_ptr[push.src[pushed]] + self.stage[self.message[source]]])
-        _, src, _, block = transfer_arrays(self.plan.schedule)
-        up = self._parents(src, block)  # pull that fed the pull, by pull transfer
-        push_of = np.empty(src.size, dtype=np.int64)
-        push_of[source] = pushed
-        child = np.flatnonzero(up >= 0)
-        out.depend(push_op[push_of[up[child]]], push_op[push_of[child]])
+        pulled = self._parents(push.src[pushed], push.block)  # the transfer that brought what this one answers to
+        out.depend(push_op[pushed], call_op[self.call[pulled]])
+        sent, came = push.src[pushed] * nb + push.block, push.dst[pushed] * nb + push.block
+        by_sender = np.argsort(sent)
+        onward = by_sender[np.minimum(np.searchsorted(sent[by_sender], came), sent.size - 1)]
+        collected = np.flatnonzero(sent[onward] == came)
+        out.depend(push_op[pushed[onward[collected]]], push_op[pushed[collected]])

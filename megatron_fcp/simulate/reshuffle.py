@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_fcp.plan.arrays import FloatArray, IntArray
+from megatron_fcp.plan.calls import message_stages
 from megatron_fcp.plan.coloring import color_edges
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.plan import Plan
 from megatron_fcp.simulate.case import Case
-from megatron_fcp.simulate.lower import message_stages
 from megatron_fcp.simulate.program import COMPUTE, MESSAGE, Builder, Program
 
 PARTS = 8  # of a rank's blocks, brought and attended to one after the other
@@ -77,6 +77,7 @@ class _Wrapped:
         parts = PARTS if self.overlap else 1
         q_part = q.turn * parts // max(int(q.turn.max(initial=0)) + 1, 1)
         local = np.flatnonzero((p.kind == COMPUTE) & (p.stage == 0))
+        local = local[np.unique(p.src[local], return_index=True)[1]]  # a rank's first; backward may have several
         share = np.zeros(n)
         share[p.src[local]] = p.seconds[local] / parts
         gate = np.full(n, -1)
@@ -109,15 +110,12 @@ class _Wrapped:
         """Take results home: after the rank's last stage that touches them if overlapped, else after its last."""
         p, n = self.program, self.plan.cp_size
         calls = np.flatnonzero(p.kind == COMPUTE)
-        last = np.zeros(n, dtype=np.int64)
-        np.maximum.at(last, p.src[calls], p.stage[calls])
-        final = last[self.owner]
-        if self.overlap:
-            final = np.minimum(self._final_stage()[self.block], final)
-        width = int(last.max(initial=0)) + 1
-        call_of = np.full(n * width, -1, dtype=np.int64)
-        call_of[p.src[calls] * width + p.stage[calls]] = calls
-        call = call_of[self.owner * width + final]
+        width = int(p.stage[calls].max(initial=0)) + 1
+        call_of = np.full((n, width), -1, dtype=np.int64)
+        call_of[p.src[calls], p.stage[calls]] = calls
+        call_of = np.maximum.accumulate(call_of, axis=1)  # the latest of all stages up to each
+        final = self._final_stage()[self.block] if self.overlap else np.full(self.block.size, width - 1)
+        call = call_of[self.owner, np.minimum(final, width - 1)]
         ready = self.out.build().run().end[call + shift] if self.overlap else None  # nothing so far waits for these
         moves = self._move(self.owner, self.home, self.back, ready)
         self.out.depend(moves.ops, call[moves.piece] + shift)
@@ -150,7 +148,7 @@ class _Wrapped:
         """Last stage in which any query of each block attends to something, shape [num_blocks]."""
         table, m = self.plan.table, self.plan.schedule.messages
         documents = max(table.document_length.size, 1)
-        stage = np.repeat(message_stages(self.plan), np.diff(m.ptr))
+        stage = np.repeat(message_stages(self.plan.schedule), np.diff(m.ptr))
         receiver = np.repeat(m.dst, np.diff(m.ptr))
         tail = table.fragment_document[np.maximum(table.fragment_ptr[1:] - 1, 0)] if documents else m.block
         latest = np.zeros(self.plan.cp_size * documents, dtype=np.int64)

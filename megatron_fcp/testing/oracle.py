@@ -157,7 +157,7 @@ class _Rank:
         steps = self.plan.backward if backward else self.plan.forward
         self.ready: dict[tuple[str, int], int] = {}  # buffer or push round -> exchanges that must be done before use
         self.closed: set[tuple[str, int]] = set()  # buffers whose time is over
-        self.computed: set[int] = set()
+        self.computed: set[tuple[int, int]] = set()  # (stage, part)
         if backward:
             self.dkv = {LOCAL: np.zeros_like(self.kv[LOCAL])}
             self.delta = (self.dout * self.out).sum(axis=1)
@@ -168,8 +168,9 @@ class _Rank:
         yield port.posted
         kept = ([*self.kv], [*self.dkv], [*self.staged])
         assert kept == ([LOCAL], [LOCAL] * backward, []), f"buffers were kept: KV, dKV and staged {kept}"
-        due = {s for s, work in enumerate(self.plan.stages) if s == LOCAL or work.kv_tokens}
-        assert self.computed == due, f"stages {due - self.computed} were left out"
+        stages = [s for s, work in enumerate(self.plan.stages) if s == LOCAL or work.kv_tokens]
+        due = {(s, part) for s in stages for part in range(len(self.plan.parts[s]) if backward else 1)}
+        assert self.computed == due, f"stages and parts {sorted(due - self.computed)} were left out"
         promised = self.plan.peak_backward if backward else self.plan.peak_forward
         most_held = Peak(self.most_held["kv"], self.most_held["dkv"])
         assert most_held == promised, f"rank {self.plan.rank} held {most_held}, but its plan promised {promised}"
@@ -179,14 +180,14 @@ class _Rank:
             yield from self._exchange(step, port)
         elif isinstance(step, Compute):
             yield self.ready.get(("kv", step.stage), 0)
-            assert step.stage not in self.computed, f"stage {step.stage} runs twice"
-            self.computed.add(step.stage)
-            work = self.plan.stages[step.stage]
+            assert (step.stage, step.part) not in self.computed, f"part {step.part} of stage {step.stage} runs twice"
+            self.computed.add((step.stage, step.part))
             kv = self._open("kv", step.stage)
             if backward:
-                self._attend_backward(work, kv, self._open("dkv", step.stage))
+                for work in self.plan.parts[step.stage][step.part]:
+                    self._attend_backward(work, kv, self._open("dkv", step.stage))
             else:
-                self._attend_forward(work, kv)
+                self._attend_forward(self.plan.stages[step.stage], kv)
         elif isinstance(step, Reduce):
             yield self.ready["staged", step.round]
             for segment, array in self.staged.pop(step.round):
@@ -202,7 +203,8 @@ class _Rank:
 
     def _exchange(self, step: Exchange, port: Port) -> Generator[Wait, None, None]:
         def pull_recv(transfer: Transfer) -> Views:
-            assert not {s.buffer for s in transfer.segments} & self.computed, "arrives after its stage was computed"
+            computed = {stage for stage, _ in self.computed}
+            assert not {s.buffer for s in transfer.segments} & computed, "arrives after its stage was computed"
             return tuple(self._open("kv", s.buffer)[s.start : s.stop] for s in transfer.segments)
 
         def push_recv(transfer: Transfer) -> Views:

@@ -99,7 +99,7 @@ def test_backward_pulls_once_more_and_pushes_twice_the_bytes_back(planned: tuple
         pulled = forward.run().bytes_moved(tier, sends=False).sum()
         assert backward.run().bytes_moved(tier, sends=False).sum() == pulled * (1 + PUSH_FACTOR)
     ratio = backward.run().compute.sum() / forward.run().compute.sum()
-    assert ratio == pytest.approx(2.5 / c.hardware.backward_rate)
+    assert 1 <= ratio * c.hardware.backward_rate / 2.5 < 1.08  # finer cuts have more rim
 
 
 def test_partials_leave_after_their_stage_and_after_those_they_collect(planned: tuple[Case, Plan]) -> None:
