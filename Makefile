@@ -14,7 +14,7 @@ help:
 	@echo "make quickstart   install, then train on 4 CPU ranks with FCP and compare with one rank"
 	@echo "make test         install, then lint and run every test that fits 20 minutes on 2 cores"
 	@echo "make test-all     make test plus the long sweeps"
-	@echo "make bench        speed ratios on this machine"
+	@echo "make bench        planning time on this machine"
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "megatron-fcp needs Python 3.12 or newer (megatron-core 0.19 does) and found none." \

@@ -22,8 +22,7 @@ from pathlib import Path
 from megatron_fcp.commands.picture import placement_picture
 from megatron_fcp.plan.planfile import read_plan
 from megatron_fcp.plan.report import PlanReport, report
-from megatron_fcp.testing.corpus import CORPUS_FLAGS
-from megatron_fcp.testing.loop import PRETRAIN_SCRIPT, TINY_MODEL, to_argv
+from megatron_fcp.testing.loop import PRETRAIN_SCRIPT, TINY_MODEL, TINY_RUN, to_argv
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([\d.E+-]+)")
@@ -44,7 +43,9 @@ def training_flags(options: argparse.Namespace, out: Path, **overrides: object) 
     return to_argv(
         {
             **TINY_MODEL,
-            **CORPUS_FLAGS,
+            **TINY_RUN,
+            "mock_data": None,
+            "distributed_timeout_minutes": None,
             "num_attention_heads": NUM_HEADS,
             "num_query_groups": NUM_KV_HEADS,
             "kv_channels": HEAD_DIM,
@@ -53,17 +54,8 @@ def training_flags(options: argparse.Namespace, out: Path, **overrides: object) 
             "data_path": str(out / "stdlib"),
             "data_cache_path": str(out / "cache"),
             "dataloader_inter_document_masking": True,
-            "split": "100,0,0",
-            "distributed_backend": "gloo",
-            "micro_batch_size": 1,
             "global_batch_size": 1,
             "train_iters": options.steps,
-            "lr": 1e-3,
-            "lr_decay_style": "constant",
-            "eval_iters": 0,
-            "eval_interval": 1000,
-            "log_interval": 1,
-            "num_workers": 0,
             **overrides,
         }
     )
@@ -114,17 +106,15 @@ def loss_table(one: Run, many: Run) -> str:
     lines = [f"{'step':>4}  {one.name:>12}  {many.name:>12}  {'difference':>10}"]
     worst = 0.0
     for step, (a, b) in enumerate(zip(one.losses, many.losses, strict=True), start=1):
-        worst = max(worst, abs(a - b) / abs(a))
-        lines.append(f"{step:>4}  {a:>12.6f}  {b:>12.6f}  {abs(a - b) / abs(a):>10.1e}")
+        difference = abs(a - b) / abs(a)
+        worst = max(worst, difference)
+        lines.append(f"{step:>4}  {a:>12.6f}  {b:>12.6f}  {difference:>10.1e}")
     return "\n".join([*lines, f"largest relative difference of the loss: {worst:.1e}"])
 
 
 def plan_table(reports: list[PlanReport], one: Run, many: Run) -> str:
     """What the plans of the run did, as medians over its batches."""
-
-    def median(values: list[float]) -> float:
-        return statistics.median(values)
-
+    median = statistics.median
     moved = median([r.kv_megabytes for r in reports])
     ring = median([r.ring_megabytes for r in reports])
     rounds = sorted({(r.rounds, r.rounds_lower_bound) for r in reports})
@@ -134,8 +124,8 @@ def plan_table(reports: list[PlanReport], one: Run, many: Run) -> str:
         ("KV moved per layer, forward", f"{moved:.3f} MB"),
         ("  a zig-zag ring would move", f"{ring:.3f} MB ({ring / moved if moved else float('inf'):.1f}x)"),
         ("rounds / lower bound", ", ".join(f"{a}/{b}" for a, b in rounds)),
-        ("step time, median: 1 rank", f"{statistics.median(one.step_ms[1:]):.0f} ms"),
-        ("step time, median: 4 ranks", f"{statistics.median(many.step_ms[1:]):.0f} ms ({os.cpu_count()} cores)"),
+        ("step time, median: 1 rank", f"{median(one.step_ms[1:]):.0f} ms"),
+        ("step time, median: 4 ranks", f"{median(many.step_ms[1:]):.0f} ms ({os.cpu_count()} cores)"),
     ]
     return "\n".join(f"{name:<36} {value}" for name, value in rows)
 
@@ -151,6 +141,8 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     out: Path = options.out
+    if out.exists() and any(out.iterdir()) and not (out / "stdlib.bin").exists():
+        parser.error(f"--out {out} holds other files, and the quickstart empties its folder; name a new one")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     print("Corpus: the Python standard library, byte by byte, one document per file", flush=True)
