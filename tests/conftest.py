@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from fcp_runs import Runs
+
+    from megatron_fcp.testing.loop import TrainingLoop
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +21,24 @@ def gloo() -> Iterator[object]:
 
     with GlooPool() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def training_loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingLoop]:
+    """Runs Megatron's real training loop on the CPU platform: one server process, fresh ranks per run."""
+    pytest.importorskip("torch")
+    from megatron_fcp.testing.loop import TrainingLoop
+
+    with TrainingLoop(tmp_path_factory.mktemp("initial")) as loop:
+        yield loop
+
+
+@pytest.fixture(scope="session")
+def runs(training_loop: TrainingLoop) -> Runs:
+    """Trains the tests' model with and without FCP, each run once per session."""
+    from fcp_runs import Runs
+
+    return Runs(training_loop)
 
 
 @pytest.fixture
