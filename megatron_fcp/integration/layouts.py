@@ -98,7 +98,7 @@ class Layout:
         if boundaries.num_tokens % cp_size:
             raise ValueError(
                 f"--seq-length {settings.seq_length}: a stream of {boundaries.num_tokens} tokens cannot be dealt "
-                f"evenly to --context-parallel-size {cp_size} ranks"
+                f"evenly to --context-parallel-size {cp_size} ranks; use --seq-length {_nearest(settings)}"
             )
         self.plan = make_plan(
             np.diff(boundaries.offsets),
@@ -176,6 +176,13 @@ class LayoutCache:
         if len(self._kept) > self._capacity:
             self._kept.popitem(last=False)
         return layout
+
+
+def _nearest(settings: Settings) -> str:
+    """The sequence lengths around the one asked for that Megatron can cut, which takes ``2 * cp_size`` chunks."""
+    step = 2 * settings.cp_size
+    below = settings.seq_length // step * step
+    return f"{below} or {below + step}" if below else f"{below + step}"
 
 
 def megatron_sharding(boundaries: Boundaries, settings: Settings) -> tuple[IntArray, ...]:
