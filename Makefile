@@ -8,12 +8,13 @@ FIND_PYTHON := for p in python3.12 python3.13 python3 $$(ls -d "$${PYENV_ROOT:-$
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && echo "$$p" && break; done
 PYTHON ?= $(shell $(FIND_PYTHON))
 
-.PHONY: quickstart test test-all lint bench clean help
+.PHONY: quickstart test test-all matrix lint bench clean help
 
 help:
 	@echo "make quickstart   install, then train on 4 CPU ranks with FCP and compare with one rank"
 	@echo "make test         install, then lint and run every test that fits 20 minutes on 2 cores"
 	@echo "make test-all     make test plus the long sweeps"
+	@echo "make matrix       write docs/matrix.md, which feature works in which layout, from the tests"
 	@echo "make bench        planning time on this machine"
 
 $(BIN)/python:
@@ -40,6 +41,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -m "not gpu and not multigpu"
+
+matrix: $(VENV)/.installed
+	$(BIN)/python -m pytest --collect-only -qq -p megatron_fcp.testing.matrix --matrix docs/matrix.md \
+	  tests/integration tests/runtime tests/regress
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/planner.py

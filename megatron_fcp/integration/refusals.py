@@ -7,205 +7,200 @@ rank, before any model, optimizer or process group exists.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from megatron_fcp.integration.settings import documents_of
-
-NOT_YET = "FCP's attention does not support it yet"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """One combination that is refused.
-
-    Attributes
-    ----------
-    flag : str
-        Megatron's flag.
-    value : callable
-        Takes the parsed arguments; returns the offending value, or None where there is nothing to refuse.
-    reason, remedy : str
-        Why it cannot work, and the nearest thing that does.
-    where : str
-        The other half of the combination, when it is not the backend alone.
-    """
-
-    flag: str
-    value: Callable[[Namespace], object | None]
-    reason: str
-    remedy: str
-    where: str = "--context-parallel-backend fcp"
-
-    def message(self, value: object) -> str:
-        """The error text for ``value``."""
-        shown = "" if value is True else f" {value}"
-        return f"{self.flag}{shown} cannot be combined with {self.where}: {self.reason}; {self.remedy}"
-
-
-def _is_set(name: str) -> Callable[[Namespace], object | None]:
-    return lambda args: getattr(args, name, None) or None
-
-
-def _unless(name: str, *allowed: object) -> Callable[[Namespace], object | None]:
-    return lambda args: value if (value := getattr(args, name, allowed[0])) not in allowed else None
-
-
-def _in_resident(value: Callable[[Namespace], object | None]) -> Callable[[Namespace], object | None]:
-    return lambda args: value(args) if args.fcp_layout == "resident" else None
-
-
-def _with_documents(value: Callable[[Namespace], object | None]) -> Callable[[Namespace], object | None]:
-    return lambda args: value(args) if documents_of(args) != "none" else None
-
-
-def _kv_heads(args: Namespace) -> object | None:
-    heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    return heads if heads < args.tensor_model_parallel_size and not args.multi_latent_attention else None
-
-
-def _attention_backend(args: Namespace) -> object | None:
-    name = args.attention_backend.name
-    # Megatron's local implementation is always unfused: there the value chooses nothing.
-    return None if name == "auto" or (name == "unfused" and args.transformer_impl == "local") else name
-
-
-def _encoder_decoder(args: Namespace) -> object | None:
-    return args.decoder_seq_length if args.decoder_seq_length not in (None, args.seq_length) else None
-
-
-def _comm_type(args: Namespace) -> object | None:
-    return " ".join(args.cp_comm_type) if list(args.cp_comm_type) != ["p2p"] else None
-
-
-def _sequence_aux_loss(args: Namespace) -> object | None:
-    kinds = args.moe_router_load_balancing_type
-    chosen = kinds if isinstance(kinds, list) else [kinds]
-    return "seq_aux_loss" if args.num_experts and "seq_aux_loss" in chosen else None
-
-
-def _batched_sequence_aux_loss(args: Namespace) -> object | None:
-    batched = max(args.micro_batch_size, args.eval_micro_batch_size) > 1
-    return _sequence_aux_loss(args) if batched else None
-
-
-def _fused_rope(args: Namespace) -> object | None:
-    batched = max(args.micro_batch_size, args.eval_micro_batch_size) > 1
-    per_token = args.fcp_layout == "resident" or documents_of(args) != "none"
-    uses_rope = args.position_embedding_type in ("rope", "yarn")
-    return True if args.apply_rope_fusion and uses_rope and per_token and batched else None
-
-
-def _mla_fused_rope(args: Namespace) -> object | None:
-    per_token = args.fcp_layout == "resident" or documents_of(args) != "none"
-    return True if args.multi_latent_attention and args.apply_rope_fusion and per_token else None
-
+from megatron_fcp.integration.refusal import (
+    NOT_YET,
+    RESIDENT,
+    Refusal,
+    attention_backend,
+    batched_sequence_aux_loss,
+    comm_type,
+    encoder_decoder,
+    fused_rope,
+    in_resident,
+    is_set,
+    kv_heads,
+    mla_fused_rope,
+    sequence_aux_loss,
+    unless,
+    with_documents,
+)
 
 _NATIVE = "or train this model with --context-parallel-backend native"
 _RESHUFFLE = "pass --fcp-layout reshuffle, which keeps Megatron's own token order outside attention"
-_RESIDENT = "--fcp-layout resident"
 _DOCUMENTS = "document boundaries under --context-parallel-backend fcp"
 
 # Not in the table: Megatron replaces the parsed arguments by those of the file, and never comes to check them.
 YAML = Refusal(
     "--yaml-cfg",
-    _is_set("yaml_cfg"),
+    is_set("yaml_cfg"),
     "a YAML configuration takes the place of all flags, this one included",
     "pass flags instead",
 )
 
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal("--attention-dropout", _is_set("attention_dropout"), NOT_YET, "pass --attention-dropout 0"),
-    Refusal("--window-size", _is_set("window_size"), NOT_YET, f"leave sliding windows off, {_NATIVE}"),
-    Refusal("--softmax-type", _unless("softmax_type", "vanilla"), f"it adds a sink, and {NOT_YET}", "pass vanilla"),
+    Refusal(
+        "--attention-dropout",
+        is_set("attention_dropout"),
+        NOT_YET,
+        "pass --attention-dropout 0",
+        row="Attention: dropout",
+    ),
+    Refusal(
+        "--window-size",
+        is_set("window_size"),
+        NOT_YET,
+        f"leave sliding windows off, {_NATIVE}",
+        row="Attention: sliding window",
+    ),
+    Refusal(
+        "--softmax-type",
+        unless("softmax_type", "vanilla"),
+        f"it adds a sink, and {NOT_YET}",
+        "pass vanilla",
+        row="Attention: sinks (softmax off by one, learnable)",
+    ),
     Refusal(
         "--num-query-groups",
-        _kv_heads,
+        kv_heads,
         "every tensor-parallel rank needs at least one KV head",
         "lower --tensor-model-parallel-size to at most the number of KV heads",
+        row="Attention: fewer KV heads than tensor-parallel ranks",
     ),
-    Refusal("--qk-clip", _is_set("qk_clip"), "the largest logit is not recorded", f"leave it off, {_NATIVE}"),
-    Refusal("--log-max-attention-logit", _is_set("log_max_attention_logit"), "it is not recorded", "leave it off"),
+    Refusal(
+        "--qk-clip",
+        is_set("qk_clip"),
+        "the largest logit is not recorded",
+        f"leave it off, {_NATIVE}",
+        row="Attention: QK clip",
+    ),
+    Refusal(
+        "--log-max-attention-logit",
+        is_set("log_max_attention_logit"),
+        "it is not recorded",
+        "leave it off",
+        row="Attention: log of the largest logit",
+    ),
     Refusal(
         "--experimental-attention-variant",
-        _is_set("experimental_attention_variant"),
+        is_set("experimental_attention_variant"),
         "its layers bring their own attention",
         f"leave it off, {_NATIVE}",
+        row="Attention: experimental variants (sparse, gated delta net)",
     ),
     Refusal(
-        "--use-kitchen-attention", _is_set("use_kitchen_attention"), "it replaces the core attention", "leave it off"
+        "--use-kitchen-attention",
+        is_set("use_kitchen_attention"),
+        "it replaces the core attention",
+        "leave it off",
+        row="Attention: Kitchen's",
     ),
     Refusal(
         "--hybrid-layer-pattern",
-        _is_set("hybrid_layer_pattern"),
+        is_set("hybrid_layer_pattern"),
         "the specs of hybrid models name Transformer Engine's attention directly",
         "use --context-parallel-backend native for hybrid models",
+        row="Models: hybrid (Mamba)",
     ),
     Refusal(
         "--heterogeneous-layers-config-path",
-        _is_set("heterogeneous_layers_config_path"),
+        is_set("heterogeneous_layers_config_path"),
         "heterogeneous specs name Megatron's attention directly",
         "use --context-parallel-backend native for heterogeneous models",
+        row="Models: heterogeneous layers",
     ),
     Refusal(
         "--heterogeneous-layers-config-encoded-json",
-        _is_set("heterogeneous_layers_config_encoded_json"),
+        is_set("heterogeneous_layers_config_encoded_json"),
         "heterogeneous specs name Megatron's attention directly",
         "use --context-parallel-backend native for heterogeneous models",
+        row="Models: heterogeneous layers",
     ),
     Refusal(
         "--decoder-seq-length",
-        _encoder_decoder,
+        encoder_decoder,
         "cross attention between sequences of different length has no plan",
         "use decoder-only models",
+        row="Models: encoder and decoder",
     ),
     Refusal(
         "--position-embedding-type",
         lambda args: args.position_embedding_type if args.position_embedding_type == "relative" else None,
         "it adds a bias to the logits",
         "use rope, yarn, learned_absolute or none",
+        row="Positions: relative, as a bias",
     ),
     Refusal(
         "--transformer-impl",
-        _unless("transformer_impl", "transformer_engine", "local"),
+        unless("transformer_impl", "transformer_engine", "local"),
         "it is for inference",
         "use transformer_engine or local",
+        row="Models: layers for inference",
     ),
     Refusal(
         "--attention-backend",
-        _attention_backend,
+        attention_backend,
         "it chooses a kernel of Megatron's own attention",
         "drop it and choose with --fcp-kernel",
+        row="Attention: choice of Megatron's kernel",
     ),
     Refusal(
         "--cuda-graph-impl",
-        _unless("cuda_graph_impl", "none"),
+        unless("cuda_graph_impl", "none"),
         "every batch has a plan of its own, and a graph replays one",
         "pass none",
+        row="Schedule: CUDA graphs",
     ),
     Refusal(
         "--hybrid-context-parallel",
-        _is_set("hybrid_context_parallel"),
+        is_set("hybrid_context_parallel"),
         "both decide which rank holds which tokens",
         "drop it: FCP balances documents of any length inside one group",
+        row="Parallelism: Megatron's hybrid context parallelism",
     ),
     Refusal(
         "--hierarchical-context-parallel-sizes",
-        _is_set("hierarchical_context_parallel_sizes"),
+        is_set("hierarchical_context_parallel_sizes"),
         "it cuts the group for Transformer Engine's exchange",
         "drop it and pass --fcp-ranks-per-node",
+        row="Parallelism: Megatron's hierarchical context parallelism",
     ),
-    Refusal("--cp-comm-type", _comm_type, "it chooses the exchange of Megatron's own context parallelism", "drop it"),
+    Refusal(
+        "--cp-comm-type",
+        comm_type,
+        "it chooses the exchange of Megatron's own context parallelism",
+        "drop it",
+        row="Parallelism: Megatron's exchanges (all-gather, all-to-all)",
+    ),
     Refusal(
         "--overlap-moe-expert-parallel-comm",
-        _is_set("overlap_moe_expert_parallel_comm"),
+        is_set("overlap_moe_expert_parallel_comm"),
         "its schedule runs attention apart from the forward step and drops packed_seq_params",
         f"leave it off, {_NATIVE}",
+        row="Experts: overlap of two micro-batches",
     ),
-    Refusal("--perform-rl-step", _is_set("perform_rl_step"), "FCP has no inference path", "use native for RL"),
-    Refusal("--flash-decode", _is_set("flash_decode"), "FCP has no inference path", "leave it off"),
     Refusal(
-        "--mtp-num-layers", _in_resident(_is_set("mtp_num_layers")), "it rolls tokens in order", _RESHUFFLE, _RESIDENT
+        "--perform-rl-step",
+        is_set("perform_rl_step"),
+        "FCP has no inference path",
+        "use native for RL",
+        row="Models: reinforcement learning",
+    ),
+    Refusal(
+        "--flash-decode",
+        is_set("flash_decode"),
+        "FCP has no inference path",
+        "leave it off",
+        row="Models: decoding",
+    ),
+    Refusal(
+        "--mtp-num-layers",
+        in_resident(is_set("mtp_num_layers")),
+        "it rolls tokens in order",
+        _RESHUFFLE,
+        RESIDENT,
+        row="Loss: multi-token prediction, whole samples",
     ),
     Refusal(
         "--mtp-num-layers",
@@ -213,53 +208,61 @@ REFUSALS: tuple[Refusal, ...] = (
         "Megatron weighs the extra losses by each rank's own number of valid tokens then",
         "drop --calculate-per-token-loss; the loss is the mean over valid tokens without it as well",
         "--calculate-per-token-loss under --context-parallel-backend fcp",
+        row="Loss: multi-token prediction with per-token loss",
     ),
     Refusal(
         "--moe-router-load-balancing-type",
-        _in_resident(_sequence_aux_loss),
+        in_resident(sequence_aux_loss),
         "the loss needs whole sequences",
         f"use aux_loss or global_aux_loss, or {_RESHUFFLE}",
-        _RESIDENT,
+        RESIDENT,
+        row="Experts: sequence auxiliary loss",
     ),
     Refusal(
         "--moe-router-load-balancing-type",
-        _with_documents(_batched_sequence_aux_loss),
+        with_documents(batched_sequence_aux_loss),
         "samples of one micro-batch are packed into one stream",
         "pass --micro-batch-size 1, or use aux_loss or global_aux_loss",
         _DOCUMENTS,
+        row="Experts: sequence auxiliary loss, documents, micro-batch 2",
     ),
     Refusal(
         "--position-embedding-type",
-        _in_resident(lambda args: "mrope" if args.position_embedding_type == "mrope" else None),
+        in_resident(lambda args: "mrope" if args.position_embedding_type == "mrope" else None),
         "its positions have three axes",
         _RESHUFFLE,
-        _RESIDENT,
+        RESIDENT,
+        row="Positions: M-RoPE, whole samples",
     ),
     Refusal(
         "--mtp-num-layers",
-        _with_documents(_is_set("mtp_num_layers")),
+        with_documents(is_set("mtp_num_layers")),
         "Megatron rolls labels by another cut of the documents than its data loader makes",
         "leave it off, or train on samples without document masking",
         _DOCUMENTS,
+        row="Loss: multi-token prediction, documents",
     ),
     Refusal(
         "--position-embedding-type",
-        _with_documents(lambda args: "mrope" if args.position_embedding_type == "mrope" else None),
+        with_documents(lambda args: "mrope" if args.position_embedding_type == "mrope" else None),
         "its positions have three axes",
         "use rope",
         _DOCUMENTS,
+        row="Positions: M-RoPE, documents",
     ),
     Refusal(
         "RoPE fusion with --micro-batch-size > 1",
-        _fused_rope,
+        fused_rope,
         "the fused kernel takes one position per row, not per token",
         "pass --no-rope-fusion",
+        row="Positions: fused RoPE with micro-batch 2, positions per token",
     ),
     Refusal(
         "RoPE fusion with --multi-latent-attention",
-        _mla_fused_rope,
+        mla_fused_rope,
         "the fused kernel derives positions from the rank",
         "pass --no-rope-fusion",
+        row="Positions: fused RoPE of MLA, positions per token",
     ),
 )
 

@@ -35,8 +35,14 @@ def test_same_run_twice(runs: Runs, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "recompute",
-    [RECOMPUTE, {"recompute_granularity": "selective", "recompute_modules": "core_attn"}],
-    ids=["full", "selective"],
+    [
+        pytest.param(RECOMPUTE, id="full", marks=pytest.mark.feature("Recomputation: full, uniform, cp 2 x pp 2")),
+        pytest.param(
+            {"recompute_granularity": "selective", "recompute_modules": "core_attn"},
+            id="selective",
+            marks=pytest.mark.feature("Recomputation: selective, core_attn, cp 2 x pp 2"),
+        ),
+    ],
 )
 def test_recomputation(runs: Runs, recompute: dict[str, Any], layout: str) -> None:
     flags = {**fcp(layout), **EOD, "pipeline_model_parallel_size": 2}  # several batches in flight
@@ -47,6 +53,7 @@ def test_recomputation_of_whole_samples_and_experts(runs: Runs) -> None:
     assert_same_bits(runs(2, MOE, **fcp("resident"), **RECOMPUTE), runs(2, MOE, **fcp("resident")))
 
 
+@pytest.mark.feature("Checkpoints: saved at cp 2 with FCP, resumed at cp 1 without, and back")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_checkpoint_moves_between_backends(runs: Runs, layout: str, tmp_path: Path) -> None:
     """Saved with FCP on two ranks, resumed on one without it, and the other way round."""
@@ -62,6 +69,7 @@ def test_checkpoint_moves_between_backends(runs: Runs, layout: str, tmp_path: Pa
         np.testing.assert_allclose(start.losses + resumed.losses, whole.losses, rtol=1e-5)
 
 
+@pytest.mark.feature("Schedule: evaluation inside training")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation(runs: Runs, layout: str) -> None:
     evaluate = {"eval_iters": 2, "eval_interval": 2, "split": "80,20,0", **INDEX}

@@ -29,6 +29,7 @@ def test_boundaries_matter(runs: Runs) -> None:
     assert difference.gradient > 1e-2
 
 
+@pytest.mark.feature("Data: documents by the index (`--dataloader-inter-document-masking`)")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("flags", [{}, SPLIT_TENSORS], ids=["cp 2", "cp 2 x tp 2 + sp"])
 def test_boundaries_of_the_index_equal_those_of_the_tokens(runs: Runs, flags: dict[str, Any], layout: str) -> None:
@@ -41,6 +42,7 @@ def test_one_rank_runs_packed_batches(runs: Runs) -> None:
     assert_equal(runs(context_parallel_backend="fcp", **INDEX), runs(**EOD))
 
 
+@pytest.mark.feature("Parallelism: cp 2 x pp 3, documents")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("data", [EOD, INDEX], ids=["tokens", "index"])
 def test_middle_pipeline_stages_get_the_boundaries(runs: Runs, data: dict[str, Any], layout: str) -> None:
@@ -55,19 +57,21 @@ def test_interleaved_pipeline(runs: Runs, layout: str) -> None:
 
 
 POSITIONS = {
-    "learned absolute": {"position_embedding_type": "learned_absolute"},
+    "learned": {"position_embedding_type": "learned_absolute"},
     "none": {"position_embedding_type": "none"},
-    "half of the channels, interleaved": {"rotary_interleaved": True, "rotary_percent": 0.5},
-    "scaled": {"use_rope_scaling": True},
+    "RoPE on half of the channels, interleaved": {"rotary_interleaved": True, "rotary_percent": 0.5},
+    "RoPE scaled as in Llama 3": {"use_rope_scaling": True},
 }
 
 
+@pytest.mark.feature("Positions: {kind}")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_positions(runs: Runs, kind: str, layout: str) -> None:
     assert_equal(runs(2, POSITIONS[kind], **fcp(layout), **EOD), runs(model=POSITIONS[kind], **EOD))
 
 
+@pytest.mark.feature("Attention: multi-latent (MLA)", "Positions: MLA with {rope}")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("rope", "data"),
@@ -106,6 +110,7 @@ def converse() -> None:
     DefaultTokenizerText.tokenize_conversation = tokenize
 
 
+@pytest.mark.feature("Data: packed conversations (`--sft`)")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("world_size", "cp_size", "flags"),

@@ -47,6 +47,7 @@ def second_half() -> None:
     _mask_labels(lambda mask, number: mask[: len(mask) // 2].zero_())
 
 
+@pytest.mark.feature("Loss: valid labels unevenly on the ranks")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean of micro-batches", "per token"])
 @pytest.mark.parametrize("mask", [every_other_sample, one_token, first_eighth, second_half])

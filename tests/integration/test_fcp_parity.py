@@ -16,13 +16,13 @@ WIDE = {"seq_length": 192, "max_position_embeddings": 192}  # divisible by 2 * 3
 
 # Name: model, number of ranks, context-parallel size, other flags.
 RANKS: dict[str, tuple[dict[str, Any], int, int, dict[str, Any]]] = {
-    "cp 2": ({}, 2, 2, {}),
-    "cp 3": (WIDE, 3, 3, {}),
-    "cp 4": ({}, 4, 4, {}),
-    "cp 2 x tp 2 + sp": ({}, 4, 2, SPLIT_TENSORS),
-    "cp 2 x pp 2": ({}, 4, 2, {"pipeline_model_parallel_size": 2}),
-    "cp 2, ep 2": (MOE, 2, 2, {"expert_model_parallel_size": 2}),
-    "cp 2 x dp 2, distributed optimizer": ({}, 4, 2, {"use_distributed_optimizer": True}),
+    "Parallelism: cp 2": ({}, 2, 2, {}),
+    "Parallelism: cp 3": (WIDE, 3, 3, {}),
+    "Parallelism: cp 4": ({}, 4, 4, {}),
+    "Parallelism: cp 2 x tp 2 + sp": ({}, 4, 2, SPLIT_TENSORS),
+    "Parallelism: cp 2 x pp 2": ({}, 4, 2, {"pipeline_model_parallel_size": 2}),
+    "Parallelism: cp 2, ep 2, all-to-all dispatcher": (MOE, 2, 2, {"expert_model_parallel_size": 2}),
+    "Optimizer: distributed, cp 2 x dp 2": ({}, 4, 2, {"use_distributed_optimizer": True}),
 }
 DATA: dict[str, dict[str, Any]] = {"whole samples": {}, "documents": EOD}
 
@@ -33,6 +33,9 @@ def assert_equal(result: TrainingResult, reference: TrainingResult) -> None:
     assert difference.gradient < 1e-5, difference.name
 
 
+@pytest.mark.feature(
+    "{ranks}", "Data: documents by end-of-document tokens", "Attention: grouped queries (GQA)", "Positions: RoPE"
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_documents_equal_one_rank(runs: Runs, ranks: str, layout: str) -> None:
@@ -42,15 +45,17 @@ def test_documents_equal_one_rank(runs: Runs, ranks: str, layout: str) -> None:
     assert_equal(runs(world_size, model, **fcp(layout, cp_size), **STEPS, **EOD, **flags), reference)
 
 
+@pytest.mark.feature("Data: whole samples")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", ["cp 2", "cp 4", "cp 2 x tp 2 + sp", "cp 2 x pp 2"])
+@pytest.mark.parametrize("ranks", [f"Parallelism: {r}" for r in ("cp 2", "cp 4", "cp 2 x tp 2 + sp", "cp 2 x pp 2")])
 def test_whole_samples_equal_one_rank(runs: Runs, ranks: str, layout: str) -> None:
     model, world_size, cp_size, flags = RANKS[ranks]
     assert_equal(runs(world_size, model, **fcp(layout, cp_size), **STEPS, **flags), runs(model=model, **STEPS))
 
 
+@pytest.mark.feature("Data: {data}, micro-batch 2")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", ["cp 2", "cp 2 x tp 2 + sp", "cp 2 x pp 2"])
+@pytest.mark.parametrize("ranks", [f"Parallelism: {r}" for r in ("cp 2", "cp 2 x tp 2 + sp", "cp 2 x pp 2")])
 @pytest.mark.parametrize("data", DATA)
 def test_samples_of_a_micro_batch_share_one_stream(runs: Runs, data: str, ranks: str, layout: str) -> None:
     model, world_size, cp_size, flags = RANKS[ranks]
@@ -66,6 +71,7 @@ def test_one_rank_runs_megatrons_own_attention(runs: Runs, backend: str) -> None
     assert result.grad_norms == reference.grad_norms
 
 
+@pytest.mark.feature("Precision: bf16")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_stays_within_rounding(runs: Runs, layout: str) -> None:
     bf16 = {"bf16": True, **EOD}

@@ -17,51 +17,167 @@ from megatron_fcp.testing.pool import JobError
 pytestmark = pytest.mark.megatron
 
 RESIDENT = {"fcp_layout": "resident"}
+
+
+def case(row: str, flags: dict[str, Any], *words: str, layout: str = "both") -> Any:
+    """Arguments that ``row`` of the matrix stands for, and what the message must name."""
+    mark = pytest.mark.feature(row, layout=layout, refused=True)
+    return pytest.param(row, flags, words, id=words[0].strip(), marks=mark)
+
+
 # Arguments as Megatron hands them on after its own checks, and what the message must name. Megatron itself refuses some
 # of these values without a GPU or Transformer Engine, so the table is asked directly.
-CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"attention_dropout": 0.1}, ("--attention-dropout 0.1", "pass --attention-dropout 0")),
-    ({"window_size": (128, 0)}, ("--window-size (128, 0)", "--context-parallel-backend native")),
-    ({"softmax_type": "learnable"}, ("--softmax-type learnable", "sink", "pass vanilla")),
-    ({"tensor_model_parallel_size": 4}, ("--num-query-groups 2", "lower --tensor-model-parallel-size")),
-    ({"qk_clip": True}, ("--qk-clip ", "leave it off")),
-    ({"log_max_attention_logit": True}, ("--log-max-attention-logit ", "leave it off")),
-    ({"experimental_attention_variant": "dsa"}, ("--experimental-attention-variant dsa",)),
-    ({"use_kitchen_attention": True}, ("--use-kitchen-attention ",)),
-    ({"hybrid_layer_pattern": "M*M*"}, ("--hybrid-layer-pattern M*M*", "native for hybrid models")),
-    ({"heterogeneous_layers_config_path": "c.json"}, ("--heterogeneous-layers-config-path c.json",)),
-    ({"heterogeneous_layers_config_encoded_json": "{}"}, ("--heterogeneous-layers-config-encoded-json {}",)),
-    ({"decoder_seq_length": 64}, ("--decoder-seq-length 64", "decoder-only")),
-    ({"position_embedding_type": "relative"}, ("--position-embedding-type relative", "use rope")),
-    ({"transformer_impl": "inference_optimized"}, ("--transformer-impl inference_optimized",)),
-    ({"attention_backend": "flash"}, ("--attention-backend flash", "--fcp-kernel")),
-    ({"cuda_graph_impl": "local"}, ("--cuda-graph-impl local", "pass none")),
-    ({"hybrid_context_parallel": True}, ("--hybrid-context-parallel ", "drop it")),
-    ({"hierarchical_context_parallel_sizes": [2, 2]}, ("--hierarchical-context-parallel-sizes [2, 2]",)),
-    ({"cp_comm_type": ["a2a"]}, ("--cp-comm-type a2a", "drop it")),
-    ({"overlap_moe_expert_parallel_comm": True}, ("--overlap-moe-expert-parallel-comm ",)),
-    ({"perform_rl_step": True}, ("--perform-rl-step ", "no inference path")),
-    ({"flash_decode": True}, ("--flash-decode ", "no inference path")),
-    ({"mtp_num_layers": 1, **RESIDENT}, ("--mtp-num-layers 1", "--fcp-layout resident", "--fcp-layout reshuffle")),
-    ({"mtp_num_layers": 1, "calculate_per_token_loss": True}, ("--mtp-num-layers 1", "--calculate-per-token-loss")),
-    ({"mtp_num_layers": 2, "reset_attention_mask": True}, ("--mtp-num-layers 2", "document boundaries")),
-    (
+CASES = [
+    case("Attention: dropout", {"attention_dropout": 0.1}, "--attention-dropout 0.1", "pass --attention-dropout 0"),
+    case(
+        "Attention: sliding window",
+        {"window_size": (128, 0)},
+        "--window-size (128, 0)",
+        "--context-parallel-backend native",
+    ),
+    case(
+        "Attention: sinks (softmax off by one, learnable)",
+        {"softmax_type": "learnable"},
+        "--softmax-type learnable",
+        "sink",
+        "pass vanilla",
+    ),
+    case(
+        "Attention: fewer KV heads than tensor-parallel ranks",
+        {"tensor_model_parallel_size": 4},
+        "--num-query-groups 2",
+        "lower --tensor-model-parallel-size",
+    ),
+    case("Attention: QK clip", {"qk_clip": True}, "--qk-clip ", "leave it off"),
+    case(
+        "Attention: log of the largest logit",
+        {"log_max_attention_logit": True},
+        "--log-max-attention-logit ",
+        "leave it off",
+    ),
+    case(
+        "Attention: experimental variants (sparse, gated delta net)",
+        {"experimental_attention_variant": "dsa"},
+        "--experimental-attention-variant dsa",
+    ),
+    case("Attention: Kitchen's", {"use_kitchen_attention": True}, "--use-kitchen-attention "),
+    case(
+        "Models: hybrid (Mamba)",
+        {"hybrid_layer_pattern": "M*M*"},
+        "--hybrid-layer-pattern M*M*",
+        "native for hybrid models",
+    ),
+    case(
+        "Models: heterogeneous layers",
+        {"heterogeneous_layers_config_path": "c.json"},
+        "--heterogeneous-layers-config-path c.json",
+    ),
+    case(
+        "Models: heterogeneous layers",
+        {"heterogeneous_layers_config_encoded_json": "{}"},
+        "--heterogeneous-layers-config-encoded-json {}",
+    ),
+    case("Models: encoder and decoder", {"decoder_seq_length": 64}, "--decoder-seq-length 64", "decoder-only"),
+    case(
+        "Positions: relative, as a bias",
+        {"position_embedding_type": "relative"},
+        "--position-embedding-type relative",
+        "use rope",
+    ),
+    case(
+        "Models: layers for inference",
+        {"transformer_impl": "inference_optimized"},
+        "--transformer-impl inference_optimized",
+    ),
+    case(
+        "Attention: choice of Megatron's kernel",
+        {"attention_backend": "flash"},
+        "--attention-backend flash",
+        "--fcp-kernel",
+    ),
+    case("Schedule: CUDA graphs", {"cuda_graph_impl": "local"}, "--cuda-graph-impl local", "pass none"),
+    case(
+        "Parallelism: Megatron's hybrid context parallelism",
+        {"hybrid_context_parallel": True},
+        "--hybrid-context-parallel ",
+        "drop it",
+    ),
+    case(
+        "Parallelism: Megatron's hierarchical context parallelism",
+        {"hierarchical_context_parallel_sizes": [2, 2]},
+        "--hierarchical-context-parallel-sizes [2, 2]",
+    ),
+    case(
+        "Parallelism: Megatron's exchanges (all-gather, all-to-all)",
+        {"cp_comm_type": ["a2a"]},
+        "--cp-comm-type a2a",
+        "drop it",
+    ),
+    case(
+        "Experts: overlap of two micro-batches",
+        {"overlap_moe_expert_parallel_comm": True},
+        "--overlap-moe-expert-parallel-comm ",
+    ),
+    case("Models: reinforcement learning", {"perform_rl_step": True}, "--perform-rl-step ", "no inference path"),
+    case("Models: decoding", {"flash_decode": True}, "--flash-decode ", "no inference path"),
+    case(
+        "Loss: multi-token prediction, whole samples",
+        {"mtp_num_layers": 1, **RESIDENT},
+        "--mtp-num-layers 1",
+        "--fcp-layout resident",
+        "--fcp-layout reshuffle",
+        layout="resident",
+    ),
+    case(
+        "Loss: multi-token prediction with per-token loss",
+        {"mtp_num_layers": 1, "calculate_per_token_loss": True},
+        "--mtp-num-layers 1",
+        "--calculate-per-token-loss",
+    ),
+    case(
+        "Loss: multi-token prediction, documents",
+        {"mtp_num_layers": 2, "reset_attention_mask": True},
+        "--mtp-num-layers 2",
+        "document boundaries",
+    ),
+    case(
+        "Experts: sequence auxiliary loss",
         {"moe_router_load_balancing_type": "seq_aux_loss", "num_experts": 4, **RESIDENT},
-        ("--moe-router-load-balancing-type seq_aux_loss", "--fcp-layout resident", "aux_loss"),
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "--fcp-layout resident",
+        "aux_loss",
+        layout="resident",
     ),
-    (
+    case(
+        "Experts: sequence auxiliary loss, documents, micro-batch 2",
         {"moe_router_load_balancing_type": ["seq_aux_loss"], "num_experts": 4, "micro_batch_size": 2, "sft": True},
-        ("--moe-router-load-balancing-type seq_aux_loss", "--micro-batch-size 1"),
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "--micro-batch-size 1",
     ),
-    ({"position_embedding_type": "mrope", **RESIDENT}, ("--position-embedding-type mrope", "reshuffle")),
-    ({"position_embedding_type": "mrope", "sft": True}, ("--position-embedding-type mrope", "document boundaries")),
-    (
+    case(
+        "Positions: M-RoPE, whole samples",
+        {"position_embedding_type": "mrope", **RESIDENT},
+        "--position-embedding-type mrope",
+        "reshuffle",
+        layout="resident",
+    ),
+    case(
+        "Positions: M-RoPE, documents",
+        {"position_embedding_type": "mrope", "sft": True},
+        "--position-embedding-type mrope",
+        "document boundaries",
+    ),
+    case(
+        "Positions: fused RoPE with micro-batch 2, positions per token",
         {"apply_rope_fusion": True, "micro_batch_size": 2, **RESIDENT},
-        ("--micro-batch-size > 1", "pass --no-rope-fusion"),
+        "--micro-batch-size > 1",
+        "pass --no-rope-fusion",
     ),
-    (
+    case(
+        "Positions: fused RoPE of MLA, positions per token",
         {"apply_rope_fusion": True, "multi_latent_attention": True, **RESIDENT},
-        ("--multi-latent-attention", "pass --no-rope-fusion"),
+        "--multi-latent-attention",
+        "pass --no-rope-fusion",
     ),
 ]
 
@@ -93,21 +209,33 @@ def messages(cases: list[dict[str, Any]]) -> list[list[str]]:
     return found
 
 
-def test_every_refusal_names_flag_value_and_remedy(training_loop: TrainingLoop) -> None:
+@pytest.fixture(scope="module")
+def said(training_loop: TrainingLoop) -> list[list[str]]:
+    """What is said of every case, and last of a command line with nothing to refuse."""
+    flags = [parameters.values[1] for parameters in CASES]
+    return training_loop.call("test_fcp_refusals:messages", [*flags, {}])
+
+
+@pytest.mark.parametrize(("row", "flags", "words"), CASES)
+def test_refusal(said: list[list[str]], row: str, flags: dict[str, Any], words: tuple[str, ...]) -> None:
     from megatron_fcp.integration.refusals import REFUSALS
 
-    found = training_loop.call("test_fcp_refusals:messages", [case for case, _ in CASES] + [{}])
-    assert found.pop() == []
-    for (case, words), texts in zip(CASES, found, strict=True):
-        assert texts, case
-        joined = "\n".join(texts)
-        for word in words:
-            assert word in joined, case
-        for text in texts:
-            assert re.fullmatch(r".+ cannot be combined with .+: .+; .+", text)
-    told = {text.partition(": ")[2] for texts in found for text in texts}
-    untested = [r.flag for r in REFUSALS if f"{r.reason}; {r.remedy}" not in told]
-    assert untested == []
+    texts = said[[parameters.values[1] for parameters in CASES].index(flags)]
+    for word in words:
+        assert word in "\n".join(texts)
+    for text in texts:
+        assert re.fullmatch(r".+ cannot be combined with .+: .+; .+", text)
+    told = {text.partition(": ")[2] for text in texts}
+    assert row in {r.feature for r in REFUSALS if f"{r.reason}; {r.remedy}" in told}
+
+
+def test_every_refusal_has_a_case(said: list[list[str]]) -> None:
+    from megatron_fcp.integration.refusals import REFUSALS
+
+    *refused, accepted = said
+    assert accepted == []
+    told = {text.partition(": ")[2] for texts in refused for text in texts}
+    assert [r.flag for r in REFUSALS if f"{r.reason}; {r.remedy}" not in told] == []
 
 
 @pytest.mark.parametrize(
