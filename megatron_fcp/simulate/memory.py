@@ -24,18 +24,27 @@ class Memory:
 
     Attributes
     ----------
-    weights, activations : float
-        The same on every rank of a context-parallel group.
+    parameters, gradients, optimizer : float
+        In bf16, in fp32, and fp32 copies with both moments: the same on every rank of a context-parallel group.
+    activations : float
+        The same, too.
     buffers : float
         KV of other ranks, their partial dKV, and what arrives of one's own, at the worst moment of a backward pass.
     rank : int
         The busiest.
     """
 
-    weights: float
+    parameters: float
+    gradients: float
+    optimizer: float
     activations: float
     buffers: float
     rank: int
+
+    @property
+    def weights(self) -> float:
+        """Bytes that do not depend on the batch."""
+        return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
@@ -62,33 +71,54 @@ class Memory:
 
 def step_memory(plan: Plan | None, case: Case, model: ModelShape, parallel: Parallel) -> Memory:
     """Memory of a training step; ``plan`` None counts no buffers."""
-    layers = model.num_layers // parallel.pipeline
-    dense = layers * model.attention_parameters
-    experts = layers * model.mlp_parameters * model.experts
-    if model.experts > 1:
-        dense += layers * model.hidden * model.experts  # router
-    else:
-        dense, experts = dense + experts, 0
-    dense += model.vocab * model.hidden  # the first stage's embedding, or the last one's output layer
-    replicas = case.cp_size * parallel.data
-    held = dense / parallel.tensor
-    weights = held * (2 + 4 + 12 / replicas)
-    sharded = experts / parallel.tensor / parallel.expert
-    weights += sharded * (2 + 4 + 12 / max(replicas / parallel.expert, 1))
     rank, tokens = (0, 0) if plan is None else busiest_rank(plan)
-    return Memory(weights, activation_bytes(case, model, parallel), tokens * case.forward.kv_bytes, rank)
+    return Memory(
+        *weight_bytes(model, parallel, case.cp_size),
+        activations=activation_bytes(case.tokens_per_rank, model, parallel),
+        buffers=tokens * case.forward.kv_bytes,
+        rank=rank,
+    )
 
 
-def activation_bytes(case: Case, model: ModelShape, parallel: Parallel) -> float:
-    """Saved activations of the first pipeline stage, and the logits of the last."""
+def weight_bytes(model: ModelShape, parallel: Parallel, cp_size: int) -> tuple[float, float, float]:
+    """Parameters, gradients and optimizer states of the heaviest pipeline stage on one rank."""
+    layers, dense = parallel.stage_layers(model), model.experts == 1
+    if parallel.pipeline == 1:
+        stages = [(model.num_layers, 1 if model.tied else 2)]
+    else:  # first, middle and last: layers, and whether there are embedding or output weights
+        stages = [(layers - parallel.embedding_as_layer, 1), (layers, 0), (layers - parallel.loss_as_layer, 1)]
+    expert_tensor = parallel.expert_tensor or parallel.tensor
+    replicas = cp_size * parallel.data
+    expert_replicas = max(replicas * parallel.tensor / (expert_tensor * parallel.expert), 1)
+
+    def held(layers: int, tables: int) -> tuple[float, float]:
+        cut = layers * (model.attention_parameters + dense * model.mlp_parameters) + tables * model.vocab * model.hidden
+        whole = layers * (2 + (0 if dense else model.experts)) * model.hidden + model.hidden  # norms and routers
+        experts = 0 if dense else layers * model.mlp_parameters * model.experts
+        return cut / parallel.tensor + whole, experts / (expert_tensor * parallel.expert)
+
+    shared, experts = max((held(*stage) for stage in stages), key=sum)
+    optimizer = 12 * (shared / replicas + experts / expert_replicas)
+    return 2 * (shared + experts), 4 * (shared + experts), optimizer
+
+
+def activation_bytes(tokens: int, model: ModelShape, parallel: Parallel) -> float:
+    """Activations of the first pipeline stage, or the last one's with the logits, for ``tokens`` per rank."""
     per_token = 2 * model.hidden * 4  # inputs of both norms, of attention and of the MLP
     per_token += 2 * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) + 4 * model.num_heads
     per_token += 2 * 3 * model.ffn * model.top_k
-    layers, in_flight = model.num_layers // parallel.pipeline, min(parallel.pipeline, parallel.micro_batches)
-    saved = layers * (2 * model.hidden if parallel.recompute else per_token)
+    if model.experts > 1:  # tokens as they were handed to the experts
+        per_token += 2 * model.hidden * model.top_k * (parallel.expert_tensor or parallel.tensor)
+    layers, stages = parallel.stage_layers(model), parallel.pipeline
+    saved = 2 * model.hidden if parallel.recompute else per_token
     working = per_token if parallel.recompute else 0
     logits = 6 * model.vocab  # bf16 logits and fp32 gradient
-    return case.tokens_per_rank * (max(saved * in_flight, saved + logits) + working) / parallel.tensor
+    # How many micro-batches' activations the first two stages hold, in layers; the interleaved schedule holds more.
+    first = (layers - parallel.embedding_as_layer) * min(stages, parallel.micro_batches)
+    second = layers * min(stages - 1, parallel.micro_batches)
+    held = max(first, second) * (1 + (stages - 1) / (stages * parallel.virtual) if parallel.virtual > 1 else 1)
+    last = (layers - (parallel.loss_as_layer and stages > 1)) * saved + logits
+    return tokens * (max(held * saved, last) + working) / parallel.tensor
 
 
 def busiest_rank(plan: Plan) -> tuple[int, int]:

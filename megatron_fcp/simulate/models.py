@@ -19,6 +19,8 @@ class ModelShape:
         ``ffn`` is the width of one (expert's) MLP.
     experts, top_k : int
         1 and 1 for dense models.
+    tied : bool
+        Embedding and output layer share their weights.
     """
 
     name: str
@@ -31,6 +33,7 @@ class ModelShape:
     vocab: int
     experts: int = 1
     top_k: int = 1
+    tied: bool = False
 
     @property
     def attention_parameters(self) -> int:
@@ -71,6 +74,12 @@ class Parallel:
         Per step and pipeline.
     recompute : bool
         Whole layers are recomputed in backward.
+    virtual : int
+        Parts of a pipeline stage in the interleaved schedule; 1: the plain one.
+    expert_tensor : int or None
+        Tensor-parallel size of the experts; None: as of everything else.
+    embedding_as_layer, loss_as_layer : bool
+        The first or last pipeline stage has one layer fewer than the others.
     """
 
     tensor: int = 1
@@ -79,6 +88,10 @@ class Parallel:
     data: int = 1
     micro_batches: int = 1
     recompute: bool = False
+    virtual: int = 1
+    expert_tensor: int | None = None
+    embedding_as_layer: bool = False
+    loss_as_layer: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -95,12 +108,16 @@ class Parallel:
         """
         if model.num_heads % self.tensor:
             raise ValueError(f"--tensor {self.tensor} does not divide the {model.num_heads} heads of {model.name}")
-        if model.num_layers % self.pipeline:
-            raise ValueError(
-                f"--pipeline {self.pipeline} does not divide the {model.num_layers} layers of {model.name}"
-            )
+        layers = model.num_layers + self.embedding_as_layer + self.loss_as_layer
+        if layers % self.pipeline:
+            raise ValueError(f"--pipeline {self.pipeline} does not divide the {layers} layers of {model.name}")
         kv_heads = max(model.num_kv_heads // self.tensor, 1)  # fewer KV heads than ranks are copied
         return AttentionShape(model.num_heads // self.tensor, kv_heads, model.head_dim)
+
+    def stage_layers(self, model: ModelShape) -> int:
+        """Layers of the fullest pipeline stage."""
+        counted = model.num_layers + self.embedding_as_layer + self.loss_as_layer
+        return min(counted // self.pipeline, model.num_layers)
 
 
 def find_model(name: str) -> ModelShape:

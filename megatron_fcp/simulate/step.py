@@ -83,8 +83,9 @@ def price_step(
     again = passes[0] if parallel.recompute else 0.0
     layer = passes[0] + again + passes[1] + linear
     stages = parallel.pipeline
-    turns = parallel.micro_batches + stages - 1
-    stage = layer * (model.num_layers // stages)
+    idle = (stages - 1) / parallel.virtual
+    turns = parallel.micro_batches + idle
+    stage = layer * parallel.stage_layers(model)
     ends = 3 * 2 * model.hidden * model.vocab * token / stages  # output layer, spread as a balanced pipeline would
     return StepPrice(
         forward=passes[0],
@@ -93,7 +94,7 @@ def price_step(
         linear=linear,
         layer=layer,
         step=turns * (stage + ends),
-        bubble=(stages - 1) / turns,
+        bubble=idle / turns,
         efficiency=(
             case.ideal() / bare[0] if bare[0] else 1.0,
             case.ideal(backward=True) / bare[1] if bare[1] else 1.0,
