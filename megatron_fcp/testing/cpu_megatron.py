@@ -1,4 +1,4 @@
-"""What megatron-core 0.19 cannot do without a GPU, Transformer Engine or Apex, and how each gap is closed.
+"""What megatron-core 0.16 to 0.20 cannot do without a GPU, Transformer Engine or Apex, and how each gap is closed.
 
 :data:`GAPS` is the list, in the order in which they are closed: a name, the file of Megatron, the reason and the
 function that closes it. Closing imports Megatron, so :func:`megatron_fcp.testing.cpu_torch.fake_cuda` must have run
@@ -11,9 +11,11 @@ import dataclasses
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,11 +82,32 @@ def _stand_in_for_triton() -> None:
 
 
 def _keep_built_dataset_helper() -> None:
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+    name = "megatron.core.datasets.helpers_cpp"
+    if importlib.util.find_spec(name) is None and not _borrow_dataset_helper(name):
         return
     from megatron.core.datasets import utils
 
     utils.compile_helpers = lambda: None
+
+
+def _borrow_dataset_helper(name: str) -> bool:
+    """Take the helper that an installed megatron-core has built, if it was built from the same source."""
+    from megatron.core import datasets
+
+    source = Path(datasets.__path__[0]) / "helpers.cpp"
+    for folder in (Path(entry or ".") / "megatron" / "core" / "datasets" for entry in sys.path):
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            built, text = folder / f"helpers_cpp{suffix}", folder / "helpers.cpp"
+            if not built.is_file() or not text.is_file() or text.read_bytes() != source.read_bytes():
+                continue
+            spec = importlib.util.spec_from_file_location(name, built)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[name] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            datasets.helpers_cpp = module  # type: ignore[attr-defined]
+            return True
+    return False
 
 
 def _allow_sequence_parallel_norm() -> None:
@@ -131,8 +154,19 @@ def _supply_zigzag_indices() -> None:
 def _fork_the_checkpoint_queue() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    original = filesystem_async.get_write_results_queue
-    filesystem_async.get_write_results_queue = lambda mp_mode="fork": original(mp_mode)
+    if hasattr(filesystem_async, "get_write_results_queue"):
+        original = filesystem_async.get_write_results_queue
+        filesystem_async.get_write_results_queue = lambda mp_mode="fork": original(mp_mode)
+        return
+    older: Any = filesystem_async  # up to megatron-core 0.16
+    queue: list[Any] = []
+
+    def get_write_results_queue() -> Any:
+        if not queue:
+            queue.append(multiprocessing.get_context("fork").Manager().Queue())
+        return queue[0]
+
+    older._get_write_results_queue = get_write_results_queue
 
 
 def _resume_distributed_optimizer() -> None:
@@ -176,7 +210,8 @@ GAPS: tuple[Gap, ...] = (
     Gap(
         "built dataset helper",
         "megatron/core/datasets/utils.py compile_helpers",
-        "the wheel ships helpers_cpp built but no Makefile, and compile_helpers() runs make: every start would exit",
+        "the wheel ships helpers_cpp built but no Makefile, and compile_helpers() runs make: every start would exit; a "
+        "checkout has it the other way round, and building needs pybind11: an installed wheel's helper serves it",
         _keep_built_dataset_helper,
     ),
     Gap(

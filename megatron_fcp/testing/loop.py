@@ -128,8 +128,8 @@ class TrainingJob:
         The script's command line.
     world_size : int
         Number of ranks.
-    script : str
-        Script to run, ``examples/pretrain_gpt.py`` by default.
+    script : str, optional
+        Script to run. Default: the loop's.
     gradients : bool
         Bring back the gradients of the first step.
     parameters : bool
@@ -145,7 +145,7 @@ class TrainingJob:
 
     argv: Sequence[str]
     world_size: int = 1
-    script: str = str(PRETRAIN_SCRIPT)
+    script: str | None = None
     gradients: bool = False
     parameters: bool = False
     before: Sequence[str] = ()
@@ -251,13 +251,18 @@ class TrainingLoop:
     ----------
     directory : path
         Where initial checkpoints and corpora are kept.
+    megatron : path, optional
+        A checkout of Megatron-LM: its ``megatron`` is trained with, by its ``pretrain_gpt.py``. Default: the installed
+        one, by ``examples/pretrain_gpt.py``.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, megatron: str | Path | None = None) -> None:
         self._directory = Path(directory)
         self._checkpoints: dict[str, Path] = {}
         self._corpora: dict[tuple[bool, int], CorpusSummary] = {}
-        self._pool = WorkerPool("megatron_fcp.testing.loop_rank:preload", {"CUDA_VISIBLE_DEVICES": ""})
+        path = () if megatron is None else (str(Path(megatron).resolve()),)
+        self._script = str(PRETRAIN_SCRIPT if megatron is None else Path(*path) / "pretrain_gpt.py")
+        self._pool = WorkerPool("megatron_fcp.testing.loop_rank:preload", {"CUDA_VISIBLE_DEVICES": ""}, path)
 
     def __enter__(self) -> TrainingLoop:
         return self
@@ -277,6 +282,7 @@ class TrainingLoop:
         JobError
             When a rank failed or stalled: names what each rank was doing.
         """
+        job = dataclasses.replace(job, script=job.script or self._script)
         port = _free_port()
         arguments = [(job, rank, port) for rank in range(job.world_size)]
         outcomes = self._pool.run(

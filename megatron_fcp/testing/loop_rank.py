@@ -5,6 +5,7 @@ Recording wraps ``megatron.training.training.train_step`` in the forked process 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -49,7 +50,8 @@ def preload() -> None:
         warnings.simplefilter("ignore")  # every module of Megatron says that Transformer Engine is absent
         active = cpu_platform.install()
         for name in _PRELOADED:
-            importlib.import_module(name)
+            with contextlib.suppress(ModuleNotFoundError):  # releases differ in what they have
+                importlib.import_module(name)
     assert active, "the CPU platform is for machines without a GPU; hide it with CUDA_VISIBLE_DEVICES="
 
 
@@ -66,6 +68,7 @@ def train(argument: tuple[TrainingJob, int, int]) -> RankRecord:
     RankRecord
     """
     job, rank, port = argument
+    assert job.script is not None
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -116,10 +116,14 @@ class WorkerPool:
         threads: the server forks afterwards.
     environment : mapping, optional
         Environment variables of the server and all ranks, on top of this process's own.
+    path : sequence of str, optional
+        Folders that lead ``sys.path`` in the server and all ranks.
     """
 
-    def __init__(self, preload: str | None = None, environment: dict[str, str] | None = None) -> None:
-        self._preload = preload
+    def __init__(
+        self, preload: str | None = None, environment: dict[str, str] | None = None, path: Sequence[str] = ()
+    ) -> None:
+        self._preload, self._path = preload, tuple(path)
         self._environment = {"OMP_NUM_THREADS": "1", **(environment or {})}
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -173,7 +177,7 @@ class WorkerPool:
             When a rank raised, died or did not finish in time. No process of the job is left.
         """
         name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
-        job = _Job(self._start(), name, arguments)
+        job = _Job(self._start(), self._path, name, arguments)
         try:
             job.wait(timeout, grace)
             return job.outcomes()
@@ -187,7 +191,7 @@ class WorkerPool:
         self.close()
         ours, theirs = socket.socketpair()
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"import sys; sys.path[:] = {[*self._path, *sys.path]!r}; "
             f"from megatron_fcp.testing.pool import _serve; _serve({theirs.fileno()}, {self._preload!r})"
         )
         environment = {**os.environ, **self._environment}
@@ -200,7 +204,7 @@ class WorkerPool:
 class _Job:
     """The processes of one job, seen from the driver."""
 
-    def __init__(self, control: socket.socket, function: str, arguments: Sequence[Any]) -> None:
+    def __init__(self, control: socket.socket, path: Sequence[str], function: str, arguments: Sequence[Any]) -> None:
         self.started = time.monotonic()
         self.links: list[Connection] = []
         self.logs: list[IO[bytes]] = []
@@ -214,7 +218,7 @@ class _Job:
             socket.send_fds(control, [b"f"], [theirs.fileno(), log.fileno()])
             theirs.close()
             link = Connection(ours.detach())
-            link.send((sys.path, function, argument))
+            link.send(([*path, *sys.path], function, argument))
             self.links.append(link)
             self.logs.append(log)
 
