@@ -25,19 +25,33 @@ def wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __post_init__(self: Any) -> None:
         original(self)
-        run = session.current()
-        if run is None or self.cu_seqlens_q is None or self.qkv_format not in ("thd", QKV_FORMAT):
-            return
-        offsets = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
-        group = session.cp_group()
-        boundaries = Boundaries.of_packed(offsets, run.settings.seq_length)
-        layout = run.layouts.get(boundaries, group.rank())
-        run.communicator(group).agree(layout.digest, "the documents of a batch")
-        setattr(self, _ATTRIBUTE, layout)
-        # Not "thd": attention then keeps [sequence, batch, heads, channels] and RoPE takes one frequency per token.
-        self.qkv_format = QKV_FORMAT
+        _attach_layout(self)
 
     return __post_init__
+
+
+def wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of megatron-core 0.16, whose parameters have no ``__post_init__``."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _attach_layout(self)
+
+    return __init__
+
+
+def _attach_layout(params: Any) -> None:
+    run = session.current()
+    if run is None or params.cu_seqlens_q is None or params.qkv_format not in ("thd", QKV_FORMAT):
+        return
+    offsets = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    group = session.cp_group()
+    boundaries = Boundaries.of_packed(offsets, run.settings.seq_length)
+    layout = run.layouts.get(boundaries, group.rank())
+    run.communicator(group).agree(layout.digest, "the documents of a batch")
+    setattr(params, _ATTRIBUTE, layout)
+    # Not "thd": attention then keeps [sequence, batch, heads, channels] and RoPE takes one frequency per token.
+    params.qkv_format = QKV_FORMAT
 
 
 def layout_of(packed_seq_params: Any, local_tokens: int, num_samples: int, rank: int) -> Layout:
