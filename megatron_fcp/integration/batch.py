@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_fcp.integration import session
+from megatron_fcp.integration.end_of_document import end_of_document
 from megatron_fcp.integration.layouts import Boundaries, Layout
 from megatron_fcp.integration.session import Session
 
@@ -38,8 +39,8 @@ def wrap_dataset_config(original: Callable[..., Any]) -> Callable[..., Any]:
         if run is not None and run.settings.documents == "eod":
             self.inter_document_masking = False
         original(self)
-        if run is not None:
-            run.eod_token = self.tokenizer.eod
+        if run is not None and run.settings.documents == "eod":
+            run.eod_token = end_of_document(self)
 
     return __post_init__
 

@@ -243,6 +243,14 @@ REFUSALS: tuple[Refusal, ...] = (
         row="Loss: multi-token prediction, documents",
     ),
     Refusal(
+        "--dataloader-type",
+        lambda args: args.dataloader_type if args.dataloader_type == "external" and args.reset_attention_mask else None,
+        "batches of a script's own iterators bring their boundaries as cu_seqlens",
+        "pass --dataloader-inter-document-masking in place of --reset-attention-mask",
+        "--reset-attention-mask under --context-parallel-backend fcp",
+        row="Data: the script's own iterators, boundaries from tokens",
+    ),
+    Refusal(
         "--position-embedding-type",
         with_documents(lambda args: "mrope" if args.position_embedding_type == "mrope" else None),
         "its positions have three axes",

@@ -56,6 +56,13 @@ CASES = [
         "leave it off",
     ),
     case(
+        "Data: the script's own iterators, boundaries from tokens",
+        {"dataloader_type": "external", "reset_attention_mask": True},
+        "--dataloader-type external",
+        "--reset-attention-mask under",
+        "pass --dataloader-inter-document-masking",
+    ),
+    case(
         "Attention: experimental variants (sparse, gated delta net)",
         {"experimental_attention_variant": "dsa"},
         "--experimental-attention-variant dsa",
