@@ -56,6 +56,12 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     )
     planner.add_argument("--mask", choices=get_args(Mask), help="attention inside a document (default: causal)")
     planner.add_argument(
+        "--window",
+        type=at_least(0),
+        metavar="W",
+        help="tokens before a query that it attends to at most, as in --window-size W,0 (default: all of its document)",
+    )
+    planner.add_argument(
         "--block-size",
         type=at_least(1),
         metavar="B",
@@ -98,13 +104,15 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     ValueError
         Naming the flag as it is spelled here.
     """
-    given = {name for name in (*_STREAM, *_PLANNER, "hardware") if getattr(arguments, name) is not None}
+    given = {name for name in (*_STREAM, *_PLANNER, "hardware", "window") if getattr(arguments, name) is not None}
     if arguments.plan is not None:
         if given:
             raise ValueError(f"--plan brings its own stream and settings; leave out {_flags(sorted(given))}")
         return _read(arguments.plan)
     if missing := [name for name in _STREAM if name not in given]:
         raise ValueError(f"the following arguments are required: {_flags(missing)} (or --plan)")
+    if arguments.window is not None and arguments.mask == "full":
+        raise ValueError(f"--window {arguments.window} looks back from a query; leave out --mask full")
     lengths = read_lengths(arguments.lengths)
     try:
         return make_plan(
@@ -113,6 +121,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
             tokens_per_rank=arguments.tokens_per_rank,
             config=FcpConfig(**{name: getattr(arguments, name) for name in _PLANNER if name in given}),
             hardware=_cost_of(arguments, given),
+            window=arguments.window,
         )
     except ValueError as error:
         message = str(error)

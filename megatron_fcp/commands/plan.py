@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stream_arguments(parser)
     add_kv_arguments(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--out", metavar="FILE", help="write the plan (fcp-plan/1); gzipped if FILE ends in .gz")
+    output.add_argument("--out", metavar="FILE", help="write the plan file; gzipped if FILE ends in .gz")
     output.add_argument("--picture", metavar="FILE", help="draw placement, load and rounds (needs matplotlib)")
     output.add_argument("--json", action="store_true", help="print the figures as one JSON object")
 
@@ -46,10 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
 def format_report(figures: PlanReport) -> str:
     """The figures as a short table."""
     r = figures
+    mask = f"{r.mask} mask" if r.window is None else f"{r.mask} mask, window {r.window:,}"
     padding = 1 - r.real_tokens / (r.cp_size * r.tokens_per_rank)
     saved = f"{r.ring_kv_tokens / r.kv_tokens:.1f} times as much" if r.kv_tokens else "FCP moves nothing"
     rows = [
-        ("stream", f"{r.num_documents:,} documents, {r.real_tokens:,} tokens and {padding:.1%} padding, {r.mask} mask"),
+        ("stream", f"{r.num_documents:,} documents, {r.real_tokens:,} tokens and {padding:.1%} padding, {mask}"),
         ("blocks", f"{r.num_blocks:,} of {r.block_size:,} tokens on {r.cp_size:,} ranks"),
         ("tokens per rank", f"{r.tokens_per_rank:,} ({r.real_tokens_min:,} to {r.real_tokens_max:,} of documents)"),
         ("compute, max / mean", f"{r.compute_imbalance:.4f} ({r.pairs_max:,} / {r.pairs_mean:,.0f} query-key pairs)"),

@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fcp.config import Mask
+from megatron_fcp.config import Mask, check_at_least
 from megatron_fcp.plan.arrays import IntArray, frozen, offsets
 
 MAX_TOKENS = 2**31  # of a document: it has up to MAX_TOKENS ** 2 query-key pairs, which must fit into int64
@@ -36,6 +36,8 @@ class BlockTable:
     block_size, num_blocks : int
         Tokens per block, and blocks in the padded stream.
     mask : {"causal", "full"}
+    window : int or None
+        A query attends to itself and at most this many tokens before it; None: to all of its document before it.
     document_start, document_length : IntArray, shape [num_documents]
         Place of each document in the stream and its real tokens. Documents are never empty.
     fragment_document, fragment_start, fragment_length, fragment_block : IntArray, shape [num_fragments]
@@ -47,7 +49,7 @@ class BlockTable:
     shared_start, shared_stop : IntArray, shape [num_blocks]
         Token range (stream coordinates) whose KV another block may need; empty where none does. A document that ends
         inside a block is never needed by a later one, so only the last (causal) or the first and last (full) document
-        of a block count: this is all that ever travels.
+        of a block count, and of it the last ``window`` tokens: this is all that ever travels.
     """
 
     block_size: int
@@ -63,6 +65,7 @@ class BlockTable:
     block_cost: IntArray
     shared_start: IntArray
     shared_stop: IntArray
+    window: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +82,19 @@ class BlockTable:
         first = self.document_start // self.block_size
         last = (self.document_start + self.document_length - 1) // self.block_size
         return first, last
+
+    def attended_blocks(self) -> tuple[IntArray, IntArray]:
+        """First block that each fragment attends to, and the one behind the last; causal: its own is left out.
+
+        Both have shape [num_fragments]. A window ends at the start of the document, not of the stream.
+        """
+        first, last = self.document_blocks()
+        first, stop = first[self.fragment_document], last[self.fragment_document] + 1
+        if self.mask == "causal":
+            stop = self.fragment_block.copy()  # one type for compiled code: never read-only
+            if self.window is not None:
+                first = np.maximum(first, (self.fragment_start - self.window) // self.block_size)
+        return first, stop
 
     def token_documents(self) -> IntArray:
         """Document of each token of the stream, -1 for padding; shape [num_tokens]."""
@@ -118,6 +134,7 @@ def build_block_table(
     block_size: int,
     mask: Mask = "causal",
     starts: Sequence[int] | NDArray[np.generic] | None = None,
+    window: int | None = None,
 ) -> BlockTable:
     """Cut a packed stream into blocks.
 
@@ -132,12 +149,16 @@ def build_block_table(
     mask : {"causal", "full"}
     starts : sequence of int, optional
         Start of each document where the stream has padding between documents; default: one after the other.
+    window : int, optional
+        Tokens before a query that it attends to at most. Causal masks only.
 
     Raises
     ------
     ValueError
-        For lengths that are negative, not integers, overlap, or do not fit the stream, and for absurdly many blocks.
+        For lengths that are negative, not integers, overlap, or do not fit the stream, for absurdly many blocks, and
+        for a window that is negative or comes with a full mask.
     """
+    check_window(window, mask)
     length = check_lengths(lengths)
     if (length > num_tokens).any():  # before any sum could overflow
         position = int((length > num_tokens).argmax())
@@ -164,10 +185,31 @@ def build_block_table(
             f"--fcp-block-size {block_size} cuts the stream of {num_tokens} tokens into {num_tokens // block_size} "
             f"blocks; choose a size that makes at most {MAX_BLOCKS}"
         )
-    return _cut(start, length, num_tokens // block_size, block_size, mask)
+    return _cut(start, length, num_tokens // block_size, block_size, mask, window)
 
 
-def _cut(start: IntArray, length: IntArray, num_blocks: int, block_size: int, mask: Mask) -> BlockTable:
+def check_window(window: int | None, mask: Mask = "causal") -> None:
+    """Raise a ValueError unless ``window`` is a number of tokens before a causal query, or None."""
+    if window is None:
+        return
+    check_at_least("the window", window, 0)
+    if window > MAX_TOKENS:
+        raise ValueError(f"the window {window} is past the limit of {MAX_TOKENS}; leave it out for no limit")
+    if mask != "causal":
+        raise ValueError(f"a window of {window} tokens needs a causal mask, not {mask!r}")
+
+
+def windowed_pairs(tokens: IntArray, window: int | None) -> IntArray:
+    """Query-key pairs of the first ``tokens`` queries of a document."""
+    if window is None:
+        return tokens * (tokens + 1) // 2
+    ramp = np.minimum(tokens, window + 1)  # tokens whose window reaches the start of the document
+    return ramp * (ramp + 1) // 2 + (tokens - ramp) * (window + 1)
+
+
+def _cut(
+    start: IntArray, length: IntArray, num_blocks: int, block_size: int, mask: Mask, window: int | None
+) -> BlockTable:
     first = start // block_size
     last = (start + length - 1) // block_size
     pieces = last - first + 1
@@ -177,7 +219,10 @@ def _cut(start: IntArray, length: IntArray, num_blocks: int, block_size: int, ma
     piece_stop = np.minimum(start[document] + length[document], (block + 1) * block_size)
     piece = piece_stop - piece_start
     position = piece_start - start[document]
-    pairs = piece * position + piece * (piece + 1) // 2 if mask == "causal" else piece * length[document]
+    if mask == "causal":
+        pairs = windowed_pairs(position + piece, window) - windowed_pairs(position, window)
+    else:
+        pairs = piece * length[document]
     fragment_ptr = np.searchsorted(block, np.arange(num_blocks + 1))
     before = offsets(pairs)
     cost = before[fragment_ptr[1:]] - before[fragment_ptr[:-1]]
@@ -191,6 +236,8 @@ def _cut(start: IntArray, length: IntArray, num_blocks: int, block_size: int, ma
     if mask == "full":  # earlier blocks attend to later ones as well
         np.minimum.at(shared_start, block[began], piece_start[began])
         np.maximum.at(shared_stop, block[began], piece_stop[began])
+    if window is not None:
+        shared_start = np.maximum(shared_start, shared_stop - window)
     shared_start = np.minimum(shared_start, shared_stop)
     return BlockTable(
         block_size=block_size,
@@ -206,4 +253,5 @@ def _cut(start: IntArray, length: IntArray, num_blocks: int, block_size: int, ma
         block_cost=frozen(cost),
         shared_start=frozen(shared_start),
         shared_stop=frozen(shared_stop),
+        window=window,
     )

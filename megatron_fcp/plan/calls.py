@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_fcp.plan.arrays import IntArray, frozen, offsets, ranges
 from megatron_fcp.plan.backward import transfer_arrays
-from megatron_fcp.plan.blocks import BlockTable
+from megatron_fcp.plan.blocks import MAX_TOKENS, BlockTable, windowed_pairs
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.placement import Placement
 from megatron_fcp.plan.schedule import CommSchedule
@@ -110,7 +110,8 @@ def split_calls(table: BlockTable, placement: Placement, schedule: CommSchedule,
     if table.mask != "causal":
         sixteenths = sixteenths[-1:]
     cuts = [sixteenths if s else sixteenths[-1:] for s in stages.tolist()]
-    local = LocalCuts(*_cut_local(held_ptr, held, offsets([c.size for c in cuts]), np.concatenate(cuts)))
+    window = MAX_TOKENS if table.window is None else table.window
+    local = LocalCuts(*_cut_local(held_ptr, held, offsets([c.size for c in cuts]), np.concatenate(cuts), window))
 
     first = offsets(stages)  # remote calls: at least one per stage, whether or not anything arrives in it
     parts = np.ones(int(first[-1]), dtype=np.int64)
@@ -137,7 +138,7 @@ def split_calls(table: BlockTable, placement: Placement, schedule: CommSchedule,
     pairs = np.zeros(by.size, dtype=np.int64)
     np.add.at(pairs, of_transfer, _transfer_pairs(table, placement, dst, block))
     at = place[np.searchsorted(local_key, piece_rank * 64 + local.part)]
-    np.add.at(pairs, at, (local.stop * (local.stop + 1) - local.start * (local.start + 1)) // 2)
+    np.add.at(pairs, at, windowed_pairs(local.stop, table.window) - windowed_pairs(local.start, table.window))
     return Calls(offsets(np.bincount(all_rank, minlength=n)), all_stage[by], all_part[by], pairs, of_transfer, local)
 
 
@@ -152,7 +153,7 @@ def _local_lengths(table: BlockTable, placement: Placement) -> tuple[IntArray, I
 
 
 def _transfer_pairs(table: BlockTable, placement: Placement, receiver: IntArray, block: IntArray) -> IntArray:
-    """Query-key pairs that each transfer is for; only a scale where the mask is not causal."""
+    """Query-key pairs that each transfer is for; only a scale where the mask is not causal or has a window."""
     if not block.size:
         return block
     nb, documents = table.num_blocks, max(table.document_length.size, 1)
@@ -163,7 +164,11 @@ def _transfer_pairs(table: BlockTable, placement: Placement, receiver: IntArray,
     prefix = offsets(table.fragment_length[order])
     travelling = table.fragment_document[table.fragment_ptr[1:] - 1][block]  # a block's last document goes on
     wanted = (receiver * documents + travelling) * nb
-    behind = prefix[np.searchsorted(place, wanted + nb)] - prefix[np.searchsorted(place, wanted + block, side="right")]
+    seen = np.full(block.size, nb - 1)
+    if table.window is not None:  # the last block that the window of a query reaches out of
+        seen = np.minimum((table.shared_stop[block] - 1 + table.window) // table.block_size, seen)
+    behind = prefix[np.searchsorted(place, wanted + seen, side="right")]
+    behind -= prefix[np.searchsorted(place, wanted + block, side="right")]
     return behind * (table.shared_stop - table.shared_start)[block]
 
 
@@ -194,7 +199,7 @@ def _cut_stages(dst: IntArray, stage: IntArray, length: IntArray, most: int, lea
 
 @njit(cache=True)
 def _cut_local(
-    ptr: IntArray, length: IntArray, cut_ptr: IntArray, sixteenths: IntArray
+    ptr: IntArray, length: IntArray, cut_ptr: IntArray, sixteenths: IntArray, window: int
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
     size = length.size + sixteenths.size
     part, item = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
@@ -204,18 +209,18 @@ def _cut_local(
     for r in range(ptr.size - 1):
         total = 0
         for i in range(ptr[r], ptr[r + 1]):
-            total += length[i] * (length[i] + 1) // 2
+            total += _pairs(length[i], window)
         done, p, number, current = 0, 0, -1, -1
         last = cut_ptr[r + 1] - cut_ptr[r] - 1
         for i in range(ptr[r], ptr[r + 1]):
             a = 0
             while a < length[i]:
                 room = total * sixteenths[cut_ptr[r] + p] // 16 - done
-                rest = (length[i] * (length[i] + 1) - a * (a + 1)) // 2
+                rest = _pairs(length[i], window) - _pairs(a, window)
                 b = length[i]
                 if p < last and rest > room + total // GRAIN:
                     if room > total // GRAIN:
-                        b = _tokens(int(room + a * (a + 1) // 2))
+                        b = _tokens(int(room + _pairs(a, window)), window)
                     else:
                         p += 1
                         continue
@@ -225,7 +230,7 @@ def _cut_local(
                         number += 1
                     part[k], item[k], start[k], stop[k] = number, i - ptr[r], a, b
                     k += 1
-                    done += (b * (b + 1) - a * (a + 1)) // 2
+                    done += _pairs(b, window) - _pairs(a, window)
                 if b < length[i]:
                     p += 1
                 a = b
@@ -234,8 +239,18 @@ def _cut_local(
 
 
 @njit(cache=True)
-def _tokens(pairs: int) -> int:
-    """Most causal tokens with at most ``pairs`` pairs."""
+def _pairs(tokens: int, window: int) -> int:
+    """Query-key pairs of the first ``tokens`` queries."""
+    ramp = min(tokens, window + 1)
+    return ramp * (ramp + 1) // 2 + (tokens - ramp) * (window + 1)
+
+
+@njit(cache=True)
+def _tokens(pairs: int, window: int) -> int:
+    """Most queries with at most ``pairs`` pairs."""
+    ramp = _pairs(window + 1, window)
+    if pairs >= ramp:
+        return window + 1 + (pairs - ramp) // (window + 1)
     n = int(np.sqrt(2.0 * pairs))
     while n * (n + 1) // 2 > pairs:
         n -= 1

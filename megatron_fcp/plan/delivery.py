@@ -14,13 +14,12 @@ from megatron_fcp.plan.schedule import CommSchedule
 def delivers(table: BlockTable, placement: Placement, schedule: CommSchedule) -> bool:
     """Whether messages list ascending blocks that hold something, from ranks that have them, to ranks that lack them,
     each once, and whether all that is needed arrives. Ranks, blocks and rounds must be in range."""
-    first, last = table.document_blocks()
+    first, stop = table.attended_blocks()
     m = schedule.messages
     return bool(
         _delivers(
-            placement.block_rank, placement.cp_size, table.fragment_ptr, table.fragment_document, first, last,
-            table.shared_start < table.shared_stop, table.mask == "causal", m.src, m.dst, m.ptr, m.block,
-            schedule.message_round,
+            placement.block_rank, placement.cp_size, table.fragment_ptr, table.fragment_document, first, stop,
+            table.shared_start < table.shared_stop, m.src, m.dst, m.ptr, m.block, schedule.message_round,
         )
     )  # fmt: skip
 
@@ -48,9 +47,8 @@ def _delivers(
     fragment_ptr: IntArray,
     fragment_document: IntArray,
     first: IntArray,
-    last: IntArray,
+    stop: IntArray,
     travels: BoolArray,
-    causal: bool,
     src: IntArray,
     dst: IntArray,
     ptr: IntArray,
@@ -79,16 +77,12 @@ def _delivers(
             for f in range(low, high):
                 if low < f < high - 1:  # lies wholly inside the block
                     continue
-                d = fragment_document[f]
-                if first[d] == last[d]:
-                    continue
-                if d != document:
-                    document, checked = d, first[d]
-                stop = b if causal else last[d] + 1
-                for x in range(checked, stop):
+                if fragment_document[f] != document:
+                    document, checked = fragment_document[f], first[f]
+                for x in range(max(checked, first[f]), stop[f]):
                     if owner[x] != r and holder[x] != r:
                         return False
-                checked = max(checked, stop)
+                checked = max(checked, stop[f])
     return True
 
 

@@ -1,8 +1,8 @@
 """Which rank owns which block.
 
 The rule of this module: longest processing time first on compute (Graham 1969, 4/3 bound) under an exact limit of
-blocks per rank, then swaps that shrink the heaviest rank. Placement that also weighs traffic and topology belongs here
-as another function of the same signature.
+blocks per rank, then swaps that shrink the heaviest rank. :mod:`megatron_fcp.plan.strips` places for windows, and for a
+named cluster :mod:`megatron_fcp.plan.makespan` weighs traffic and topology as well.
 """
 
 from __future__ import annotations
@@ -53,19 +53,23 @@ def place_blocks(table: BlockTable, cp_size: int) -> Placement:
         Must divide the number of blocks.
     """
     assert table.num_blocks % cp_size == 0, (table.num_blocks, cp_size)
-    slots = table.num_blocks // cp_size
-    order = np.argsort(-table.block_cost, kind="stable")
-    owner = np.empty(table.num_blocks, dtype=np.int64)
+    return Placement(cp_size, frozen(balance(table.block_cost, cp_size)))
+
+
+def balance(cost: IntArray, cp_size: int) -> IntArray:
+    """Owner of each thing of cost ``cost``; every one of ``cp_size`` ranks owns equally many."""
+    slots = cost.size // cp_size
+    owner = np.empty(cost.size, dtype=np.int64)
     heap = [(0, rank) for rank in range(cp_size)]  # heapq breaks ties by rank: deterministic
     used = [0] * cp_size
-    for block in order.tolist():
+    for thing in np.argsort(-cost, kind="stable").tolist():
         load, rank = heapq.heappop(heap)
-        owner[block] = rank
+        owner[thing] = rank
         used[rank] += 1
         if used[rank] < slots:
-            heapq.heappush(heap, (load + int(table.block_cost[block]), rank))
-    _swap(table.block_cost, owner, cp_size)
-    return Placement(cp_size, frozen(owner))
+            heapq.heappush(heap, (load + int(cost[thing]), rank))
+    _swap(cost, owner, cp_size)
+    return owner
 
 
 def _swap(cost: IntArray, owner: IntArray, cp_size: int) -> None:

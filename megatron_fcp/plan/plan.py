@@ -22,6 +22,7 @@ from megatron_fcp.plan.placement import Placement, place_blocks
 from megatron_fcp.plan.push_tree import push_by_tree
 from megatron_fcp.plan.rank_plan import RankPlan, derive_rank_plan
 from megatron_fcp.plan.schedule import CommSchedule, schedule_rounds
+from megatron_fcp.plan.strips import place_strips
 from megatron_fcp.plan.transfers import coalesce, needed_blocks
 from megatron_fcp.plan.validate import check_plan
 
@@ -91,7 +92,10 @@ class Plan:
         parts: list[IntArray] = [frozen(scalars), table.document_start, table.document_length]
         parts += [self.placement.block_rank, messages.src, messages.dst, messages.ptr, messages.block]
         parts += [schedule.message_round, *schedule.stage_ends]
-        sha = hashlib.sha256(f"fcp-plan/1 {table.mask} ".encode())
+        kind = f"fcp-plan/1 {table.mask} "
+        if table.window is not None:
+            kind = f"fcp-plan/2 {table.mask} window {table.window} "
+        sha = hashlib.sha256(kind.encode())
         for part in parts:
             sha.update(np.int64(part.size).astype("<i8").tobytes())
             sha.update(part.astype("<i8").tobytes())
@@ -113,6 +117,7 @@ def make_plan(
     config: FcpConfig | None = None,
     starts: Sequence[int] | NDArray[np.generic] | None = None,
     hardware: CostModel | None = None,
+    window: int | None = None,
 ) -> Plan:
     """Plan one packed stream of ``cp_size * tokens_per_rank`` tokens.
 
@@ -126,33 +131,89 @@ def make_plan(
         Document starts, where the stream holds padding between documents.
     hardware : CostModel, optional
         Plan for the smallest makespan on this hardware: chooses the block size unless ``config`` names one, stages and
-        messages, and uses the hardware's ranks per node. Causal masks only; others are planned without it.
+        messages, and uses the hardware's ranks per node. Causal masks only; others are planned without it. With a
+        window it gives the block size and weighs traffic against compute; rounds are the ordinary ones.
+    window : int, optional
+        Tokens before a query that it attends to at most. Where other layers of the model see whole documents, plan for
+        those and derive the windowed plan with :func:`with_window`, so that both share one placement.
 
     Raises
     ------
     ValueError
-        For bad lengths, a stream too short for them, or a block size that does not divide ``tokens_per_rank``.
+        For bad lengths, a stream too short for them, a block size that does not divide ``tokens_per_rank``, or a window
+        that is negative or comes with a full mask.
     """
     config = config or FcpConfig()
     check_at_least("--context-parallel-size", cp_size, 1)
-    if hardware is not None and config.mask == "causal":
+    if hardware is not None and config.mask == "causal" and window is None:
         return _plan_for(hardware, lengths, cp_size, tokens_per_rank, config, starts)
     table = build_block_table(
         lengths,
         num_tokens=cp_size * tokens_per_rank,
-        block_size=config.resolve_block_size(tokens_per_rank),
+        block_size=_block_size(hardware, lengths, cp_size, tokens_per_rank, config),
         mask=config.mask,
         starts=starts,
+        window=window,
     )
-    placement = place_blocks(table, cp_size)
+    if window is None:
+        placement = place_blocks(table, cp_size)
+    elif hardware is None:
+        placement = place_strips(table, cp_size)
+    else:
+        placement = place_strips(table, cp_size, hardware.token_s(1) / hardware.pair_s)
+    ranks_per_node = config.ranks_per_node if hardware is None else hardware.ranks_per_node
+    return _with_ordinary_rounds(table, placement, config, ranks_per_node)
+
+
+def with_window(plan: Plan, window: int | None, config: FcpConfig | None = None) -> Plan:
+    """A plan for the same blocks on the same ranks, for layers of another window (None: whole documents).
+
+    A token keeps its place whatever the layer; transfers, rounds and stages are those that the window needs.
+
+    Parameters
+    ----------
+    plan : Plan
+    window : int or None
+    config : FcpConfig, optional
+        Blocks per message and rounds per stage.
+    """
+    table = plan.table
+    if window == table.window:
+        return plan
+    other = build_block_table(
+        table.document_length,
+        num_tokens=table.num_tokens,
+        block_size=table.block_size,
+        mask=table.mask,
+        starts=table.document_start,
+        window=window,
+    )
+    return _with_ordinary_rounds(other, plan.placement, config or FcpConfig(), plan.ranks_per_node)
+
+
+def _with_ordinary_rounds(table: BlockTable, placement: Placement, config: FcpConfig, ranks_per_node: int) -> Plan:
+    """Rounds that move what the placement needs from owners, as few as there can be."""
     rank, block = needed_blocks(table, placement)
     schedule = schedule_rounds(
         coalesce(rank, block, placement, config.blocks_per_message),
-        cp_size,
-        ranks_per_node=config.ranks_per_node,
+        placement.cp_size,
+        ranks_per_node=ranks_per_node,
         rounds_per_stage=config.rounds_per_stage,
     )
-    return Plan(table, placement, schedule, config.ranks_per_node)
+    return Plan(table, placement, schedule, ranks_per_node)
+
+
+def _block_size(
+    cost: CostModel | None,
+    lengths: Sequence[int] | NDArray[np.generic],
+    cp_size: int,
+    tokens_per_rank: int,
+    config: FcpConfig,
+) -> int:
+    if cost is None or config.mask != "causal" or config.block_size is not None:
+        return config.resolve_block_size(tokens_per_rank)
+    check_at_least("tokens per rank", tokens_per_rank, 1)
+    return choose_block_size(check_lengths(lengths), cp_size, tokens_per_rank, cost)
 
 
 def _plan_for(
@@ -163,11 +224,7 @@ def _plan_for(
     config: FcpConfig,
     starts: Sequence[int] | NDArray[np.generic] | None,
 ) -> Plan:
-    if config.block_size is None:
-        check_at_least("tokens per rank", tokens_per_rank, 1)
-        block_size = choose_block_size(check_lengths(lengths), cp_size, tokens_per_rank, cost)
-    else:
-        block_size = config.resolve_block_size(tokens_per_rank)
+    block_size = _block_size(cost, lengths, cp_size, tokens_per_rank, config)
     table = build_block_table(
         lengths, num_tokens=cp_size * tokens_per_rank, block_size=block_size, mask=config.mask, starts=starts
     )

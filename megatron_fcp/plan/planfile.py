@@ -1,4 +1,4 @@
-"""The plan file ``fcp-plan/1``: JSON, gzipped where the name ends in ``.gz``.
+"""The plan files ``fcp-plan/1`` and ``fcp-plan/2``: JSON, gzipped where the name ends in ``.gz``.
 
 ::
 
@@ -11,6 +11,10 @@
 
 Two keys appear only where the plan needs them: ``"mask": "full"`` (default: causal), and ``"document_starts"`` where
 the stream holds padding between documents. Equal plans give equal bytes.
+
+A plan for a window is an ``fcp-plan/2``: the same keys and ``"window": W``, tokens before a query that it attends to at
+most. A rank needs only the blocks that hold such a token then, and only the last ``W`` tokens of a document in a block
+travel: who reads it by the rules of version 1 would miss transfers and price work that nobody does.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from megatron_fcp.plan.schedule import CommSchedule, order_by_round
 from megatron_fcp.plan.transfers import Messages
 
 FORMAT = "fcp-plan/1"
+WINDOWED = "fcp-plan/2"
 MAX_INT = 2**31  # no count or index of a plan is larger
 _REMEDY = "write it again with `megatron-fcp plan --out`"
 _REQUIRED = (
@@ -61,7 +66,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     for m, (round_, src, dst) in enumerate(triples):
         rounds[round_].append([src, dst, block[ptr[m] : ptr[m + 1]]])
     content: dict[str, Any] = {
-        "format": FORMAT,
+        "format": FORMAT if table.window is None else WINDOWED,
         "cp_size": plan.cp_size,
         "block_size": table.block_size,
         "tokens_per_rank": plan.tokens_per_rank,
@@ -76,6 +81,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         content["mask"] = table.mask
     if (table.document_start != offsets(table.document_length)[:-1]).any():
         content["document_starts"] = table.document_start.tolist()
+    if table.window is not None:
+        content["window"] = table.window
     return content
 
 
@@ -136,11 +143,12 @@ def plan_from_dict(content: object) -> Plan:
     if not isinstance(content, dict):
         raise ValueError(f"the top level of an {FORMAT} file is an object, here it is not; {_REMEDY}")
     fields = cast(dict[str, Any], content)
-    if fields.get("format") != FORMAT:
-        found = fields.get("format", "none")
-        raise ValueError(f"the format is {found!r:.40}, but this release reads {FORMAT!r}; {_REMEDY}")
-    missing = [key for key in _REQUIRED if key not in fields]
-    unknown = [key for key in fields if key not in _REQUIRED + _OPTIONAL]
+    found = fields.get("format", "none")
+    if found not in (FORMAT, WINDOWED):
+        raise ValueError(f"the format is {found!r:.40}, but this release reads {FORMAT!r} and {WINDOWED!r}; {_REMEDY}")
+    required = _REQUIRED if found == FORMAT else (*_REQUIRED, "window")
+    missing = [key for key in required if key not in fields]
+    unknown = [key for key in fields if key not in required + _OPTIONAL]
     if missing or unknown:
         problem = f"the key {missing[0]!r} is missing" if missing else f"the key {unknown[0]!r:.40} is unknown"
         raise ValueError(f"{problem}; {_REMEDY}")
@@ -193,6 +201,7 @@ def _build(fields: dict[str, Any]) -> Plan:
         block_size=block_size,
         mask=mask,
         starts=None if starts is None else _integers(starts, "document_starts"),
+        window=_integers([fields["window"]], "window")[0] if "window" in fields else None,
     )
     stage_ends = [
         frozen(_integers(ends, f"stage_rounds[{rank}]"))

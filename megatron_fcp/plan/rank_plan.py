@@ -30,7 +30,8 @@ from megatron_fcp.plan.program import (
 )
 from megatron_fcp.plan.schedule import CommSchedule
 from megatron_fcp.plan.transfers import Messages
-from megatron_fcp.plan.work import StageWork, part_of_local, part_of_stage, stage_works
+from megatron_fcp.plan.window import local_calls, remote_calls, windowed_stages
+from megatron_fcp.plan.work import StageWork, local_fragments, part_of_local, part_of_stage, stage_works
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ class RankPlan:
         Position inside the document; 0 on padding.
     document_ids : IntArray, shape [tokens_per_rank]
         Document of each local token, -1 on padding.
-    stages : tuple of StageWork
-        Stage 0 is local.
+    calls : tuple of tuple of StageWork
+        What forward attends to in each stage, as one kernel call, or with a window up to three. Stage 0 is local.
     parts : tuple of tuple of tuple of StageWork
-        What backward attends to in each part of each stage, as one or two kernel calls.
+        What backward attends to in each part of each stage, as one, two or three kernel calls.
     forward, backward : tuple of Step
         The two passes as straight lines of steps.
     """
@@ -62,10 +63,15 @@ class RankPlan:
     local_token_global_indices: IntArray
     position_ids: IntArray
     document_ids: IntArray
-    stages: tuple[StageWork, ...]
+    calls: tuple[tuple[StageWork, ...], ...]
     parts: tuple[tuple[tuple[StageWork, ...], ...], ...]
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
+
+    @property
+    def stages(self) -> tuple[StageWork, ...]:
+        """The first call of each stage, which as every call says what the stage's buffer holds."""
+        return tuple(calls[0] for calls in self.calls)
 
     @cached_property
     def peak_forward(self) -> Peak:
@@ -102,8 +108,12 @@ def derive_rank_plan(
     local_blocks = placement.blocks_of(rank)
     index = ranges(local_blocks * table.block_size, np.full(local_blocks.size, table.block_size))
     position, document = _positions(table, index)
-    stages = stage_works(table, local_blocks, layout.stage_blocks(rank, schedule.stage_ends[rank].size))
-    tokens = [stage.kv_tokens for stage in stages]
+    arrived = layout.stage_blocks(rank, schedule.stage_ends[rank].size)
+    if table.window is None:
+        stages = tuple((stage,) for stage in stage_works(table, local_blocks, arrived))
+    else:
+        stages = windowed_stages(table, local_blocks, arrived)
+    tokens = [stage.kv_tokens for stage, *_ in stages]
     pulls = _exchanges("pull", rank, schedule.messages, schedule.message_round, layout.pull)
     pushes = _exchanges("push", rank, push.messages, push.message_round, layout.push)
     stage_of_round = schedule.stage_of_round(rank).tolist()
@@ -125,7 +135,7 @@ def derive_rank_plan(
         local_token_global_indices=frozen(index),
         position_ids=frozen(position),
         document_ids=frozen(document),
-        stages=tuple(stages),
+        calls=stages,
         parts=_parts(table, local_blocks, stages, calls, layout, rank),
         forward=pass_steps(pull_slots, [Compute(stage) for stage in range(len(stages))], tokens),
         backward=pass_steps([slot for _, slot in merged], backward, tokens),
@@ -144,30 +154,48 @@ def _calls_before(push: PushSchedule, rank: int) -> dict[int, int]:
 
 
 def _parts(
-    table: BlockTable, local_blocks: IntArray, stages: list[StageWork], calls: Calls, layout: PlanLayout, rank: int
+    table: BlockTable,
+    local_blocks: IntArray,
+    stages: tuple[tuple[StageWork, ...], ...],
+    calls: Calls,
+    layout: PlanLayout,
+    rank: int,
 ) -> tuple[tuple[tuple[StageWork, ...], ...], ...]:
     """What ``rank`` attends to in each part of each of its stages."""
     mine = slice(calls.ptr[rank], calls.ptr[rank + 1])
     count: list[int] = np.bincount(calls.stage[mine], minlength=len(stages)).tolist()
-    out: list[tuple[tuple[StageWork, ...], ...]] = []
-    pieces = slice(calls.local.ptr[rank], calls.local.ptr[rank + 1])
-    local = calls.local
-    part, item, start, stop = (a[pieces] for a in (local.part, local.item, local.start, local.stop))
-    if count[LOCAL] == 1:
-        out.append(((stages[LOCAL],),))
-    else:
-        edges: list[int] = np.searchsorted(part, np.arange(count[LOCAL] + 1)).tolist()
-        out.append(tuple(part_of_local(stages[LOCAL], item[i:j], start[i:j], stop[i:j]) for i, j in pairwise(edges)))
+    local, *remote = stages
+    out = [(local,) if count[LOCAL] == 1 else _local_parts(table, local_blocks, local[0], calls, rank, count[LOCAL])]
     arrived = layout.arrived_part(rank, calls)
+    fragments = None if table.window is None else local_fragments(table, local_blocks)
     at = 0
-    for stage, parts in zip(stages[1:], count[1:]):
+    for stage, parts in zip(remote, count[1:]):
+        blocks = stage[0].blocks.size
         if parts == 1:
-            out.append(((stage,),))
+            out.append((stage,))
         else:
-            edges = np.searchsorted(arrived[at : at + stage.blocks.size], np.arange(parts + 1)).tolist()
-            out.append(tuple((part_of_stage(table, local_blocks, stage, i, j),) for i, j in pairwise(edges)))
-        at += stage.blocks.size
+            edges = np.searchsorted(arrived[at : at + blocks], np.arange(parts + 1)).tolist()
+            if fragments is None:
+                out.append(tuple((part_of_stage(table, local_blocks, stage[0], i, j),) for i, j in pairwise(edges)))
+            else:
+                out.append(tuple(remote_calls(table, fragments, stage[0], i, j) for i, j in pairwise(edges)))
+        at += blocks
     return tuple(out)
+
+
+def _local_parts(
+    table: BlockTable, local_blocks: IntArray, local: StageWork, calls: Calls, rank: int, count: int
+) -> tuple[tuple[StageWork, ...], ...]:
+    """The local stage of ``rank`` in ``count`` parts."""
+    pieces = slice(calls.local.ptr[rank], calls.local.ptr[rank + 1])
+    cuts = calls.local
+    part, item, start, stop = (a[pieces] for a in (cuts.part, cuts.item, cuts.start, cuts.stop))
+    if table.window is not None:
+        f = local_fragments(table, local_blocks)
+        begin = f.start[np.flatnonzero(np.append(True, f.document[1:] != f.document[:-1]))]  # of each document
+        return local_calls(table, f, local, begin[item] + start, part)
+    edges: list[int] = np.searchsorted(part, np.arange(count + 1)).tolist()
+    return tuple(part_of_local(local, item[i:j], start[i:j], stop[i:j]) for i, j in pairwise(edges))
 
 
 def _positions(table: BlockTable, index: IntArray) -> tuple[IntArray, IntArray]:

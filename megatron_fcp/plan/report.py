@@ -57,6 +57,7 @@ class PlanReport:
     cp_size: int
     ranks_per_node: int
     mask: str
+    window: int | None
     tokens_per_rank: int
     block_size: int
     num_blocks: int
@@ -133,6 +134,7 @@ def report(plan: Plan, *, num_kv_heads: int = 8, head_dim: int = 128, dtype_byte
         cp_size=plan.cp_size,
         ranks_per_node=plan.ranks_per_node,
         mask=table.mask,
+        window=table.window,
         tokens_per_rank=plan.tokens_per_rank,
         block_size=table.block_size,
         num_blocks=table.num_blocks,

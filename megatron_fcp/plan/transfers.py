@@ -48,9 +48,11 @@ def needed_blocks(table: BlockTable, placement: Placement) -> tuple[IntArray, In
 
     Notes
     -----
-    Causal: a rank needs the document's prefix up to the block before its own latest one. Full: every block of any
-    document it holds a piece of.
+    Causal: a rank needs the document's prefix up to the block before its own latest one; with a window, only the blocks
+    that hold a token within the window of one of its queries. Full: every block of any document it holds a piece of.
     """
+    if table.window is not None:
+        return _within_window(table, placement)
     first, last = table.document_blocks()
     doc, block = table.fragment_document, table.fragment_block
     owner = placement.block_rank[block]
@@ -66,6 +68,24 @@ def needed_blocks(table: BlockTable, placement: Placement) -> tuple[IntArray, In
     if table.mask == "full":  # two documents may need the same block, where one ends and the other begins
         pair = pair[np.append(True, pair[1:] != pair[:-1])[: pair.size]]
     return frozen(pair // table.num_blocks), frozen(pair % table.num_blocks)
+
+
+def _within_window(table: BlockTable, placement: Placement) -> tuple[IntArray, IntArray]:
+    """:func:`needed_blocks` where each fragment attends to a few blocks before its own."""
+    block = table.fragment_block
+    first, stop = table.attended_blocks()
+    rank = placement.block_rank[block]
+    chosen = np.flatnonzero(first < stop)  # in stream order
+    order = chosen[np.argsort(rank[chosen], kind="stable")]
+    rank, block, first, stop = rank[order], block[order], first[order], stop[order]
+    # What a fragment shares with the one before it on the same rank lies before that one's own block. That holds across
+    # documents, too: the earlier fragment's document ends in or before the block in which the later one's begins.
+    again = np.append(False, rank[1:] == rank[:-1])[: rank.size]
+    first = np.where(again, np.maximum(first, np.append(0, block[:-1])[: block.size]), first)
+    count = np.maximum(stop - first, 0)
+    needed, needing = ranges(first, count), np.repeat(rank, count)
+    remote = placement.block_rank[needed] != needing
+    return frozen(needing[remote]), frozen(needed[remote])
 
 
 def _latest_block(rank: IntArray, doc: IntArray, block: IntArray, num_documents: int) -> tuple[IntArray, IntArray]:

@@ -3,7 +3,7 @@
 Stage 0 attends to what is local: the rank's tokens of one document, in order, are one causal sequence even where they
 come from blocks that lie apart, because a later local token comes later in the document too. A later stage attends
 suffixes of the local queries to the blocks that arrived, which all lie before them: full mask. A query occurs at most
-once per stage, so a stage is one variable-length kernel call.
+once per stage, so a stage is one variable-length kernel call. A window takes up to three (see :mod:`plan.window`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_fcp.plan.arrays import IntArray, frozen, offsets
-from megatron_fcp.plan.blocks import BlockTable
+from megatron_fcp.plan.blocks import BlockTable, windowed_pairs
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """Work list of one stage; no entry is empty (https://github.com/Dao-AILab/flash-attention/issues/1537).
+    """Work list of one kernel call; no entry is empty (https://github.com/Dao-AILab/flash-attention/issues/1537).
 
     Attributes
     ----------
@@ -32,6 +32,10 @@ class StageWork:
         Tokens that the stage's buffer holds.
     blocks, block_offset : IntArray, shapes [num_blocks], [num_blocks + 1]
         Blocks in the buffer, ascending, and where the shared part of each begins.
+    anticausal : bool
+        Query ``i`` of an item sees its keys ``i`` and later; no item has more queries than keys.
+    window : int or None
+        Causal only: a query sees at most this many keys before its own.
     """
 
     q_start: IntArray
@@ -42,6 +46,8 @@ class StageWork:
     kv_tokens: int
     blocks: IntArray
     block_offset: IntArray
+    anticausal: bool = False
+    window: int | None = None
 
     @property
     def num_items(self) -> int:
@@ -52,7 +58,9 @@ class StageWork:
     def pairs(self) -> int:
         """Query-key pairs attended to."""
         q, kv = self.q_stop - self.q_start, self.kv_stop - self.kv_start
-        return int((q * (q + 1) // 2 if self.causal else q * kv).sum())
+        if self.causal:
+            return int(windowed_pairs(q, self.window).sum())
+        return int((q * kv - (q * (q - 1) // 2 if self.anticausal else 0)).sum())
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class LocalFragments:
     block: IntArray
     start: IntArray  # local token index
     stop: IntArray
+    stream: IntArray  # first token in the stream
 
 
 def local_fragments(table: BlockTable, local_blocks: IntArray) -> LocalFragments:
@@ -72,7 +81,8 @@ def local_fragments(table: BlockTable, local_blocks: IntArray) -> LocalFragments
     mine = np.flatnonzero(slot[table.fragment_block] >= 0)
     block = table.fragment_block[mine]
     start = slot[block] * table.block_size + table.fragment_start[mine] - block * table.block_size
-    return LocalFragments(table.fragment_document[mine], block, start, start + table.fragment_length[mine])
+    stop = start + table.fragment_length[mine]
+    return LocalFragments(table.fragment_document[mine], block, start, stop, table.fragment_start[mine])
 
 
 def stage_works(table: BlockTable, local_blocks: IntArray, arrived: list[IntArray]) -> list[StageWork]:
@@ -83,6 +93,15 @@ def stage_works(table: BlockTable, local_blocks: IntArray, arrived: list[IntArra
     stop = fragments.block if table.mask == "causal" else last[document] + 1
     stages = [_local_stage(table, fragments, local_blocks)]
     return stages + [_remote_stage(table, fragments, first[document], stop, blocks) for blocks in arrived]
+
+
+def empty_stages(table: BlockTable, local_blocks: IntArray, arrived: list[IntArray]) -> list[StageWork]:
+    """What the buffers of all stages hold, without any work on it."""
+    none = frozen([])
+    whole = np.arange(local_blocks.size + 1) * table.block_size
+    held = [(local_blocks, whole)]
+    held += [(blocks, offsets(table.shared_stop[blocks] - table.shared_start[blocks])) for blocks in arrived]
+    return [StageWork(none, none, none, none, False, int(at[-1]), frozen(blocks), frozen(at)) for blocks, at in held]
 
 
 def _local_stage(table: BlockTable, f: LocalFragments, local_blocks: IntArray) -> StageWork:

@@ -41,10 +41,15 @@ def plan_program(plan: Plan, case: Case, *, backward: bool = False, held_stages:
     Raises
     ------
     ValueError
-        If the mask is not causal or the plan is for other ranks than the case.
+        If the mask is not causal or has a window, or the plan is for other ranks than the case.
     """
     if plan.table.mask != "causal":
         raise ValueError(f"only causal plans can be simulated, this one's mask is {plan.table.mask!r}")
+    if plan.table.window is not None:
+        raise ValueError(
+            f"plans for a window cannot be simulated yet, this one's is {plan.table.window}; "
+            "`megatron-fcp plan` prints its balance and traffic"
+        )
     if plan.cp_size != case.cp_size:
         raise ValueError(f"the plan is for {plan.cp_size} ranks, the cluster has {case.cp_size}")
     return _Lowering(plan, case, backward).program(held_stages)

@@ -91,10 +91,15 @@ def price_plan(plan: Plan, cost: CostModel, *, round_barriers: bool = False) -> 
     Raises
     ------
     ValueError
-        If the plan's mask is not causal.
+        If the plan's mask is not causal or has a window.
     """
     if plan.table.mask != "causal":
         raise ValueError(f"only causal plans can be priced, this one's mask is {plan.table.mask!r}")
+    if plan.table.window is not None:
+        raise ValueError(
+            f"plans for a window cannot be priced yet, this one's is {plan.table.window}; "
+            "`megatron-fcp plan` prints its balance and traffic"
+        )
     m, n = plan.schedule.messages, plan.cp_size
     tier = tier_of(m.src, m.dst, plan.ranks_per_node)
     counts = np.diff(m.ptr)

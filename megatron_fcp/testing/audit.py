@@ -68,5 +68,8 @@ def needed(case: Case, owner: list[int]) -> list[set[int]]:
             first, last = start // size, (stop - 1) // size
             for block in range(first, last + 1):
                 until = block if case.config.mask == "causal" else last
-                wanted[owner[block]].update(range(first, until + 1))
+                since = first
+                if case.window is not None:  # of the block's first query of the document
+                    since = max(max(start, block * size) - case.window, start) // size
+                wanted[owner[block]].update(range(since, until + 1))
     return wanted

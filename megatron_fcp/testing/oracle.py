@@ -57,9 +57,11 @@ def random_inputs(table: BlockTable, rng: np.random.Generator, dim: int = 4) -> 
 
 
 @lru_cache(maxsize=64)
-def _causal(length: int) -> Array:
-    """What to add to the scores of ``length`` tokens: -inf above the diagonal."""
-    return np.triu(np.full((length, length), -np.inf), 1)
+def _causal(length: int, window: int | None) -> Array:
+    """What to add to the scores of ``length`` tokens: -inf above the diagonal, and below the window."""
+    before = np.arange(length)[:, None] - np.arange(length)[None, :]
+    hidden = (before < 0) if window is None else (before < 0) | (before > window)
+    return np.where(hidden, -np.inf, 0.0)
 
 
 def dense_attention(table: BlockTable, x: Inputs) -> Outputs:
@@ -70,7 +72,7 @@ def dense_attention(table: BlockTable, x: Inputs) -> Outputs:
         q, k, v, dout = x.q[here], x.k[here], x.v[here], x.dout[here]
         scores = q @ k.T / np.sqrt(q.shape[1])
         if table.mask == "causal":
-            scores += _causal(length)
+            scores += _causal(length, table.window)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         out = weights @ v
@@ -187,7 +189,8 @@ class _Rank:
                 for work in self.plan.parts[step.stage][step.part]:
                     self._attend_backward(work, kv, self._open("dkv", step.stage))
             else:
-                self._attend_forward(self.plan.stages[step.stage], kv)
+                for work in self.plan.calls[step.stage]:
+                    self._attend_forward(work, kv)
         elif isinstance(step, Reduce):
             yield self.ready["staged", step.round]
             for segment, array in self.staged.pop(step.round):
@@ -270,5 +273,8 @@ class _Rank:
             scores = self.q[q] @ kv[k, 0].T * self.scale
             if work.causal:
                 assert q1 - q0 == k1 - k0, (q0, q1, k0, k1)
-                scores += _causal(q1 - q0)
+                scores += _causal(q1 - q0, work.window)
+            elif work.anticausal:
+                assert q1 - q0 <= k1 - k0, (q0, q1, k0, k1)
+                scores[np.tri(q1 - q0, k1 - k0, -1, dtype=np.bool_)] = -np.inf
             yield q, k, scores

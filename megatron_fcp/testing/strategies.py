@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import accumulate
 
 from hypothesis import strategies as st
 
 from megatron_fcp.config import FcpConfig, Mask
-from megatron_fcp.testing.streams import Case, edge_lengths
+from megatron_fcp.testing.streams import Case, edge_lengths, edge_windows
 
 
 @st.composite
@@ -29,6 +30,18 @@ def cases(draw: st.DrawFn, *, max_cp_size: int = 8, max_blocks_per_rank: int = 4
         ranks_per_node=draw(st.sampled_from([1, 2, 3, 8])),
     )
     return Case(tuple(fitting), starts, cp_size, tokens_per_rank, config)
+
+
+@st.composite
+def windowed_cases(draw: st.DrawFn, *, max_cp_size: int = 8, max_blocks_per_rank: int = 4) -> Case:
+    """A stream of :func:`cases` for causal layers with a window, alone or beside others that see whole documents."""
+    case = draw(cases(max_cp_size=max_cp_size, max_blocks_per_rank=max_blocks_per_rank))
+    block_size = case.config.block_size
+    assert block_size is not None
+    edges = edge_windows(block_size, max(case.lengths, default=0))
+    window = draw(st.sampled_from(edges) | st.integers(0, case.cp_size * case.tokens_per_rank))
+    config = dataclasses.replace(case.config, mask="causal")
+    return dataclasses.replace(case, config=config, window=window, layers=draw(st.sampled_from(["alike", "mixed"])))
 
 
 @st.composite

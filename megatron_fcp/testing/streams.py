@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_fcp.config import FcpConfig, Mask
-from megatron_fcp.plan import Plan, make_plan
+from megatron_fcp.plan import Plan, make_plan, with_window
 
 Kind = Literal["edges", "giant", "ones", "random", "few"]
 KINDS: tuple[Kind, ...] = ("edges", "giant", "ones", "random", "few")
@@ -16,28 +16,40 @@ KINDS: tuple[Kind, ...] = ("edges", "giant", "ones", "random", "few")
 
 @dataclass(frozen=True)
 class Case:
-    """A stream and how to plan it; ``starts`` is None where documents lie one after the other."""
+    """A stream and how to plan it; ``starts`` is None where documents lie one after the other.
+
+    With ``layers`` "mixed" the plan of a window is derived from one for whole documents, else it is made as such.
+    """
 
     lengths: tuple[int, ...]
     starts: tuple[int, ...] | None
     cp_size: int
     tokens_per_rank: int
     config: FcpConfig
+    window: int | None = None
+    layers: Literal["alike", "mixed"] = "alike"
 
     def plan(self) -> Plan:
         """The plan of this case."""
-        return make_plan(
+        plan = make_plan(
             self.lengths,
             starts=self.starts,
             cp_size=self.cp_size,
             tokens_per_rank=self.tokens_per_rank,
             config=self.config,
+            window=None if self.layers == "mixed" else self.window,
         )
+        return with_window(plan, self.window, self.config)
 
 
 def edge_lengths(block_size: int) -> tuple[int, ...]:
     """Document lengths around the edges of blocks: empty, one token, a block more or less one."""
     return tuple(sorted({0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size, 3 * block_size + 1}))
+
+
+def edge_windows(block_size: int, length: int) -> tuple[int, ...]:
+    """Windows around the edges of blocks: none, one token, a block more or less one, all of ``length`` and beyond."""
+    return tuple(sorted({0, 1, max(block_size - 1, 0), block_size, block_size + 1, 2 * block_size + 1, length + 1}))
 
 
 def random_lengths(rng: np.random.Generator, kind: Kind, num_tokens: int, block_size: int) -> list[int]:

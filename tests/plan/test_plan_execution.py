@@ -267,6 +267,6 @@ def test_attending_to_padding_shows() -> None:
     stop[item] += 1
     wrong = dataclasses.replace(local, q_stop=frozen(stop), kv_stop=frozen(stop))
     rank_plans = [plan.rank_plan(r) for r in range(2)]
-    rank_plans[rank_plan.rank] = dataclasses.replace(rank_plan, stages=(wrong, *rank_plan.stages[1:]))
+    rank_plans[rank_plan.rank] = dataclasses.replace(rank_plan, calls=((wrong,), *rank_plan.calls[1:]))
     with pytest.raises(AssertionError, match="padding"):
         largest_error(plan, np.random.default_rng(0), rank_plans=rank_plans)
