@@ -19,7 +19,7 @@ from megatron_fcp.plan.program import LOCAL, Compute, Exchange, Reduce, Release,
 from megatron_fcp.runtime.buffers import DKVBuffers, KVBuffers
 from megatron_fcp.runtime.compiled import CompiledPlan
 from megatron_fcp.runtime.kernels.base import Gradients, Kernel
-from megatron_fcp.runtime.merge import Accumulator, accumulator_dtype
+from megatron_fcp.runtime.merge import Accumulator, accumulator_dtype, sink_gradient
 from megatron_fcp.runtime.spans import span
 from megatron_fcp.runtime.transport import Transport
 
@@ -33,6 +33,7 @@ def fcp_attention(
     comm: Transport | None,
     kernel: Kernel,
     softmax_scale: float | None = None,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a rank's queries to their documents' keys, wherever those live.
 
@@ -51,6 +52,9 @@ def fcp_attention(
         From :func:`megatron_fcp.runtime.kernels.select_kernel`.
     softmax_scale : float, optional
         Factor of the scores; default ``head_dim_qk ** -0.5``.
+    sink : Tensor, optional, shape [num_heads]
+        A logit in the denominator of each head's softmax, unscaled; any floating dtype. Its gradient is that of the
+        rank's own tokens.
 
     Returns
     -------
@@ -65,8 +69,10 @@ def fcp_attention(
         If another rank stalls or dies.
     """
     _check(q, k, v, plan, comm)
+    if sink is not None and sink.shape != (q.shape[1],):
+        raise ValueError(f"the sink must have one logit for each of {q.shape[1]} heads; got shape {tuple(sink.shape)}")
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    return _Attention.apply(q, k.to(q.dtype), v.to(q.dtype), plan, comm, kernel, scale)
+    return _Attention.apply(q, k.to(q.dtype), v.to(q.dtype), sink, plan, comm, kernel, scale)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: CompiledPlan, comm: Transport | None) -> None:
@@ -110,8 +116,8 @@ class ForwardPass:
         self.kv = KVBuffers(k, v, [stage.kv_tokens for stage in plan.rank_plan.stages], comm)
         self.sum = Accumulator(q.shape[0], q.shape[1], v.shape[2], like=q)
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output in q's dtype and log-sum-exp in the accumulator's."""
+    def run(self, sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output in q's dtype and log-sum-exp in the accumulator's, both with ``sink``."""
         steps = self.plan.rank_plan.forward
         _enter(self.comm, "forward of attention", self.plan, steps)
         for i, step in enumerate(steps):
@@ -119,7 +125,7 @@ class ForwardPass:
             with span("forward", step):
                 self._run(step)
         self.kv.finish()
-        out, lse = self.sum.finish()
+        out, lse = self.sum.finish(sink)
         return out.to(self.q.dtype), lse
 
     def _run(self, step: Step) -> None:
@@ -132,12 +138,11 @@ class ForwardPass:
             self.kv.release(step.buffer)
 
     def _attend(self, stage: int) -> None:
-        work = self.plan.work[stage]
-        if not work.items:
-            return
-        k, v = self.kv.get(stage)
-        out, lse = self.kernel.forward(self.q, k, v, work, self.scale)
-        self.sum.add(work.rows, out, lse, first=stage == LOCAL)
+        for i, work in enumerate(self.plan.calls[stage]):
+            if work.items:
+                k, v = self.kv.get(stage)
+                out, lse = self.kernel.forward(self.q, k, v, work, self.scale)
+                self.sum.add(work.rows, out, lse, first=stage == LOCAL and i == 0)
 
 
 class BackwardPass:
@@ -224,14 +229,15 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sink: torch.Tensor | None,
         plan: CompiledPlan,
         comm: Transport | None,
         kernel: Kernel,
         scale: float,
     ) -> torch.Tensor:
         k, v = k.contiguous(), v.contiguous()
-        out, lse = ForwardPass(q, k, v, plan, comm, kernel, scale).run()
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = ForwardPass(q, k, v, plan, comm, kernel, scale).run(sink)
+        ctx.save_for_backward(sink, q, k, v, out, lse)
         ctx.rest = plan, comm, kernel, scale
         return out
 
@@ -240,5 +246,10 @@ class _Attention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dout: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        gradients = BackwardPass(dout, *ctx.saved_tensors, *ctx.rest).run()
-        return (*gradients, None, None, None, None)
+        sink, *tensors = ctx.saved_tensors
+        gradients = BackwardPass(dout, *tensors, *ctx.rest).run()
+        dsink = None
+        if sink is not None and ctx.needs_input_grad[3]:
+            *_, out, lse = tensors
+            dsink = sink_gradient(sink, dout, out, lse).to(sink.dtype)
+        return (*gradients, dsink, None, None, None, None)

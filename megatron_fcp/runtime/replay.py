@@ -111,7 +111,7 @@ class _TimedForward(ForwardPass):
     clock: _Clock
 
     def _attend(self, stage: int) -> None:
-        if self.plan.work[stage].items:
+        if any(work.items for work in self.plan.calls[stage]):
             with self.clock.span(stage):
                 super()._attend(stage)
 

@@ -40,6 +40,8 @@ class Model:
         Factor on q, so that logits become large.
     scale : float or None
         Softmax scale.
+    sink : float or None
+        Logit of the first head's sink; every head's is a little more than the one before it.
     """
 
     num_heads: int = 4
@@ -51,8 +53,13 @@ class Model:
     layout: Literal["resident", "reshuffle"] = "resident"
     spread: float = 1.0
     scale: float | None = None
+    sink: float | None = None
 
-    def select(self) -> Kernel:
+    def sinks(self) -> torch.Tensor | None:
+        """Logits of the sinks, shape [num_heads]."""
+        return None if self.sink is None else self.sink + 0.25 * torch.arange(self.num_heads, dtype=torch.float64)
+
+    def select(self, window: bool = False) -> Kernel:
         """The kernel that serves this model on a CPU."""
         return select_kernel(
             self.kernel,
@@ -62,6 +69,7 @@ class Model:
             head_dim_v=self.head_dim_v,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
+            window=window,
         )[0]
 
 
@@ -118,6 +126,8 @@ def right_answer(plan: Plan, model: Model, x: Inputs) -> AttentionResult:
         lengths=plan.table.document_length.tolist(),
         mask=plan.table.mask,
         scale=model.scale,
+        window=plan.table.window,
+        sink=model.sinks(),
     )
 
 
@@ -136,6 +146,7 @@ class RankResult:
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+    dsink: torch.Tensor | None = None
 
 
 def run_rank(
@@ -158,21 +169,25 @@ def run_rank(
     if route is not None:
         qkv = reshuffle(leaves, route, comm)
     q, k, v = qkv
+    sink = model.sinks()
+    if sink is not None:
+        sink = sink.to(model.dtype).requires_grad_()
     out = fcp_attention(
         q,
         k,
         v,
         plan=compiled,
         comm=comm if plan.cp_size > 1 else None,
-        kernel=kernel or model.select(),
+        kernel=kernel or model.select(plan.table.window is not None),
         softmax_scale=model.scale,
+        sink=sink,
     )
     if route is not None:
         (out,) = reshuffle((out,), route.reverse(), comm)
     out.backward(x.dout[tokens])
     grads: list[Any] = [leaf.grad for leaf in leaves]
     assert all(grad is not None for grad in grads), "a gradient is None"
-    return RankResult(tokens, out.detach(), *grads)
+    return RankResult(tokens, out.detach(), *grads, None if sink is None else sink.grad)
 
 
 def gather(results: Sequence[RankResult], like: AttentionResult) -> AttentionResult:
@@ -181,7 +196,8 @@ def gather(results: Sequence[RankResult], like: AttentionResult) -> AttentionRes
     for result in results:
         for name, tensor in zip(NAMES, whole):
             tensor[result.index] = getattr(result, name).to(tensor.dtype)
-    return AttentionResult(*whole)
+    dsinks = [result.dsink.to(torch.float64) for result in results if result.dsink is not None]
+    return AttentionResult(*whole, torch.stack(dsinks).sum(0) if dsinks else None)
 
 
 def largest_errors(plan: Plan, got: AttentionResult, want: AttentionResult) -> dict[str, float]:
@@ -198,6 +214,9 @@ def largest_errors(plan: Plan, got: AttentionResult, want: AttentionResult) -> d
         assert (g[padding] == 0).all(), f"{name} is not 0 on padding"
         assert not g.isnan().any(), f"{name} holds NaN"
         errors[name] = float((g - w).abs().max()) if g.numel() else 0.0
+    if want.dsink is not None:
+        assert got.dsink is not None, "the sink got no gradient"
+        errors["dsink"] = float((got.dsink - want.dsink).abs().max())
     return errors
 
 

@@ -22,6 +22,7 @@ from megatron_fcp.runtime.kernels.packages import Package
 from megatron_fcp.testing.kernel_signatures import SIGNATURES
 
 Arguments = dict[str, Any]
+Mask = tuple[str, int, int] | None  # alignment; keys before and after its own that a query sees, -1 for all of them
 
 
 def parse_signature(parameters: str) -> inspect.Signature:
@@ -79,9 +80,13 @@ def _precision(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _hidden(rows: int, keys: int, align: str, device: torch.device) -> torch.Tensor:
-    shift = keys - rows if align == "bottom-right" else 0
-    return torch.arange(keys, device=device)[None] > torch.arange(rows, device=device)[:, None] + shift
+def _hidden(rows: int, keys: int, mask: Mask, device: torch.device) -> torch.Tensor:
+    assert mask is not None
+    align, left, right = mask
+    own = torch.arange(rows, device=device)[:, None] + (keys - rows if align == "bottom-right" else 0)
+    key = torch.arange(keys, device=device)[None]
+    after = (key > own + right) if right >= 0 else torch.zeros((), dtype=torch.bool, device=device)
+    return after | (key < own - left) if left >= 0 else after
 
 
 def _spans(a: Arguments, names: tuple[str, str, str, str], kv_rows: int) -> list[tuple[slice, slice]]:
@@ -100,7 +105,7 @@ def _spans(a: Arguments, names: tuple[str, str, str, str], kv_rows: int) -> list
     return spans
 
 
-def _attend(a: Arguments, spans: list[tuple[slice, slice]], scale: float, align: str | None) -> tuple[Any, Any]:
+def _attend(a: Arguments, spans: list[tuple[slice, slice]], scale: float, mask: Mask) -> tuple[Any, Any]:
     """(out [rows, heads, dim_v], lse [rows, heads]), NaN on rows that no sequence owns."""
     q, k, v = a["q"], a["k"], a["v"]
     dtype = _precision(q.dtype)
@@ -110,8 +115,8 @@ def _attend(a: Arguments, spans: list[tuple[slice, slice]], scale: float, align:
     for rows, keys in spans:
         key, value = (t[keys].to(dtype).repeat_interleave(group, 1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[rows].to(dtype), key) * scale
-        if align is not None:
-            scores.masked_fill_(_hidden(scores.shape[1], scores.shape[2], align, q.device), -torch.inf)
+        if mask is not None:
+            scores.masked_fill_(_hidden(scores.shape[1], scores.shape[2], mask, q.device), -torch.inf)
         part = scores.logsumexp(-1)
         weights = (scores - part.masked_fill(part.isneginf(), 0.0).unsqueeze(-1)).exp()
         out[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(q.dtype)
@@ -120,7 +125,7 @@ def _attend(a: Arguments, spans: list[tuple[slice, slice]], scale: float, align:
 
 
 def _differentiate(
-    a: Arguments, dout: Any, out: Any, lse: Any, spans: list[tuple[slice, slice]], scale: float, align: str | None
+    a: Arguments, dout: Any, out: Any, lse: Any, spans: list[tuple[slice, slice]], scale: float, mask: Mask
 ) -> tuple[Any, Any, Any]:
     """(dq, dk, dv) from the given out and lse [rows, heads], NaN on rows that no sequence owns."""
     q, k, v = a["q"], a["k"], a["v"]
@@ -132,8 +137,8 @@ def _differentiate(
         key, value = (t[keys].to(dtype).repeat_interleave(group, 1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", query, key) * scale
         weights = (scores - lse[rows].T.to(dtype).unsqueeze(-1)).exp()
-        if align is not None:
-            weights.masked_fill_(_hidden(scores.shape[1], scores.shape[2], align, q.device), 0.0)
+        if mask is not None:
+            weights.masked_fill_(_hidden(scores.shape[1], scores.shape[2], mask, q.device), 0.0)
         delta = (grad * out[rows].to(dtype)).sum(-1).T.unsqueeze(-1)
         dscores = weights * (torch.einsum("qhd,khd->hqk", grad, value) - delta) * scale
         dq[rows] = torch.einsum("hqk,khd->qhd", dscores, key).to(q.dtype)
@@ -154,8 +159,6 @@ def _check_flash(a: Arguments, largest: int, *, equal_dims: bool) -> None:
     assert q.shape[2] % 8 == 0, "head dim"
     assert max(q.shape[2], v.shape[2]) <= largest, "head dim"
     assert not equal_dims or v.shape[2] == q.shape[2], "one head dim for q, k and v"
-    assert a.get("window_size", (-1, -1)) == (-1, -1), "no window"
-    assert {a.get("window_size_left"), a.get("window_size_right")} <= {None, -1}, "no window"
     assert a.get("dropout_p", 0.0) == 0.0, "no dropout"
 
 
@@ -200,8 +203,13 @@ def _flash_3_backward(a: Arguments) -> Any:
     return _in_place(a)
 
 
-def _bottom_right(a: Arguments) -> str | None:
-    return "bottom-right" if a["causal" if "causal" in a else "is_causal"] else None
+def _bottom_right(a: Arguments) -> Mask:
+    """A causal mask closes the right side of the window, whatever it was; one argument or two say what it is."""
+    left, right = a["window_size"] if "window_size" in a else (a["window_size_left"], a["window_size_right"])
+    left, right = (-1 if side is None else side for side in (left, right))
+    if a["causal" if "causal" in a else "is_causal"]:
+        right = 0
+    return None if left < 0 and right < 0 else ("bottom-right", left, right)
 
 
 def _in_place(a: Arguments) -> Any:
@@ -260,8 +268,8 @@ def _te_spans(a: Arguments) -> list[tuple[slice, slice]]:
     return spans
 
 
-def _check_te(a: Arguments) -> str | None:
-    """Checks of both directions; alignment of the mask."""
+def _check_te(a: Arguments) -> Mask:
+    """Checks of both directions; the mask."""
     assert all(a[n].is_contiguous() for n in ("q", "k", "v")), "thd_thd_thd describes contiguous tensors"
     assert a["q"].shape[2] % 8 == a["v"].shape[2] % 8 == 0, "head dim"
     assert a["qkv_layout"] == "thd_thd_thd"
@@ -271,18 +279,25 @@ def _check_te(a: Arguments) -> str | None:
     assert a["attn_bias_type"] == "no_bias"
     assert a["softmax_type"] == "vanilla"
     assert a["dropout"] == 0.0
-    masks = {"padding": None, "padding_causal": "top-left", "padding_causal_bottom_right": "bottom-right"}
-    return masks[a["attn_mask_type"]]
+    alignments = {"padding": None, "padding_causal": "top-left", "padding_causal_bottom_right": "bottom-right"}
+    align, (left, right) = alignments[a["attn_mask_type"]], a["window_size"]
+    assert a.get("bottom_right_diagonal") is None, "it follows from the type of the mask"
+    if align is None:
+        assert (left, right) == (-1, -1)
+        return None
+    assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
+    assert align == "top-left" or a["max_seqlen_q"] <= a["max_seqlen_kv"]
+    return align, left, 0
 
 
 def _te_forward(a: Arguments) -> Any:
-    align = _check_te(a)
-    out, lse = _attend(a, _te_spans(a), a["attn_scale"], align)
+    mask = _check_te(a)
+    out, lse = _attend(a, _te_spans(a), a["attn_scale"], mask)
     return out, [lse.unsqueeze(-1), torch.zeros(2, dtype=torch.int64)] if a["is_training"] else None
 
 
 def _te_backward(a: Arguments) -> Any:
-    align = _check_te(a)
+    mask = _check_te(a)
     assert a.get("do_format", "thd") == "thd"
     assert a.get("dqkv_layout", "thd_thd_thd") == "thd_thd_thd"
     assert a.get("dqkv_dtype", ("TE_DType", a["q"].dtype)) == ("TE_DType", a["q"].dtype)
@@ -294,7 +309,7 @@ def _te_backward(a: Arguments) -> Any:
     assert state.dtype == torch.int64
     assert a["o"].is_contiguous()
     assert a["d_o"].is_contiguous()
-    return [*_differentiate(a, a["d_o"], a["o"], stats.squeeze(-1), _te_spans(a), a["attn_scale"], align), None]
+    return [*_differentiate(a, a["d_o"], a["o"], stats.squeeze(-1), _te_spans(a), a["attn_scale"], mask), None]
 
 
 # PyTorch's operators

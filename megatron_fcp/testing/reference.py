@@ -20,12 +20,14 @@ class AttentionResult:
     dq : Tensor, shape [num_tokens, num_heads, head_dim_qk]
     dk : Tensor, shape [num_tokens, num_kv_heads, head_dim_qk]
     dv : Tensor, shape [num_tokens, num_kv_heads, head_dim_v]
+    dsink : Tensor or None, shape [num_heads]
     """
 
     out: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+    dsink: torch.Tensor | None = None
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(out, dq, dk, dv)."""
@@ -42,6 +44,8 @@ def dense_attention(
     lengths: Sequence[int],
     mask: Mask = "causal",
     scale: float | None = None,
+    window: int | None = None,
+    sink: torch.Tensor | None = None,
 ) -> AttentionResult:
     """Attention inside each document ``starts[i] : starts[i] + lengths[i]`` of a packed stream.
 
@@ -55,11 +59,18 @@ def dense_attention(
     mask : {"causal", "full"}
     scale : float, optional
         Default ``head_dim_qk ** -0.5``.
+    window : int, optional
+        Keys before its own that a causal query sees at most.
+    sink : Tensor, optional, shape [num_heads]
+        Logit of one more key, whose value is zero.
     """
     group = q.shape[1] // k.shape[1]
     factor = float(q.shape[2]) ** -0.5 if scale is None else scale
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
     grads = [torch.zeros(t.shape, dtype=torch.float64) for t in (q, k, v)]
+    logit = torch.full((q.shape[1],), -torch.inf) if sink is None else sink.detach()
+    logit = logit.double().requires_grad_()
+    dsink = torch.zeros_like(logit)
     for start, length in zip(starts, lengths):
         rows = slice(start, start + length)
         leaves = [t[rows].detach().double().requires_grad_() for t in (q, k, v)]
@@ -67,10 +78,14 @@ def dense_attention(
             key, value = (t.repeat_interleave(group, dim=1) for t in leaves[1:])
             scores = torch.einsum("qhd,khd->hqk", leaves[0], key) * factor
             if mask == "causal":
-                later = torch.ones(length, length, dtype=torch.bool).triu(1)
-                scores = scores.masked_fill(later, -torch.inf)
-            document = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+                every = torch.ones(length, length, dtype=torch.bool)
+                hidden = every.triu(1) if window is None else every.triu(1) | every.tril(-window - 1)
+                scores = scores.masked_fill(hidden, -torch.inf)
+            scores = torch.cat([scores, logit.view(-1, 1, 1).expand(-1, length, 1)], dim=-1)
+            document = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :-1], value)
         out[rows] = document.detach()
-        for grad, part in zip(grads, torch.autograd.grad(document, leaves, dout[rows].double())):
+        *parts, lost = torch.autograd.grad(document, [*leaves, logit], dout[rows].double())
+        dsink += lost
+        for grad, part in zip(grads, parts):
             grad[rows] = part
-    return AttentionResult(out, *grads)
+    return AttentionResult(out, *grads, None if sink is None else dsink)

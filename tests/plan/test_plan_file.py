@@ -166,7 +166,9 @@ def test_a_missing_file_is_an_oserror(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("format", "fcp-plan/2", "'fcp-plan/2', but this release reads 'fcp-plan/1'"),
+        ("format", "fcp-plan/3", "'fcp-plan/3', but this release reads 'fcp-plan/1' and 'fcp-plan/2'"),
+        ("format", "fcp-plan/2", "the key 'window' is missing"),
+        ("window", 5, "the key 'window' is unknown"),
         ("format", None, "format is None"),
         ("cp_size", 0, "cp_size must be a positive integer, not 0"),
         ("cp_size", True, "cp_size must be a positive integer, not True"),

@@ -60,14 +60,18 @@ def adapter(request: pytest.FixtureRequest) -> Kernel:
     return ADAPTERS[request.param]()
 
 
-def work_list(items: list[tuple[int, int, int, int]], causal: bool, kv_tokens: int) -> WorkList:
+def work_list(items: list[tuple[int, int, int, int]], mask: bool | int | None, kv_tokens: int) -> WorkList:
+    """``mask``: causal (True) or not (False), causal with a window (a number), anticausal (None)."""
     columns = [frozen(column) for column in zip(*items)]
     none = frozen(np.zeros(0, dtype=np.int64))
-    return WorkList.from_stage(StageWork(*columns, causal, kv_tokens, none, none), torch.device("cpu"))
+    windowed = mask is not None and not isinstance(mask, bool)
+    stage = StageWork(*columns, mask is True or windowed, kv_tokens, none, none)
+    stage = dataclasses.replace(stage, anticausal=mask is None, window=mask if windowed else None)
+    return WorkList.from_stage(stage, torch.device("cpu"))
 
 
-# (query rows, KV rows, causal, items). Query ranges are ascending and disjoint, KV ranges as they come.
-CASES: dict[str, tuple[int, int, bool, list[tuple[int, int, int, int]]]] = {
+# (query rows, KV rows, mask, items). Query ranges are ascending and disjoint, KV ranges as they come.
+CASES: dict[str, tuple[int, int, bool | int | None, list[tuple[int, int, int, int]]]] = {
     "one token": (1, 1, True, [(0, 1, 0, 1)]),
     "one document": (9, 9, True, [(0, 9, 0, 9)]),
     "documents of 1, 2, 3 and 7 tokens": (13, 13, True, [(0, 1, 0, 1), (1, 3, 1, 3), (3, 6, 3, 6), (6, 13, 6, 13)]),
@@ -80,13 +84,21 @@ CASES: dict[str, tuple[int, int, bool, list[tuple[int, int, int, int]]]] = {
     "same keys for all": (9, 5, False, [(0, 2, 0, 5), (2, 5, 0, 5), (5, 9, 0, 5)]),
     "repeats that a gap makes up for": (5, 6, False, [(0, 1, 0, 2), (1, 2, 0, 2), (2, 5, 4, 6)]),
     "keys in falling order": (9, 9, False, [(0, 3, 6, 9), (3, 6, 3, 6), (6, 9, 0, 3)]),
+    "window 0": (9, 9, 0, [(0, 1, 0, 1), (1, 7, 1, 7)]),
+    "window 1": (12, 12, 1, [(0, 1, 0, 1), (1, 7, 1, 7), (9, 12, 9, 12)]),
+    "window 5": (20, 20, 5, [(0, 2, 0, 2), (2, 14, 2, 14), (14, 20, 14, 20)]),
+    "anticausal square": (9, 9, None, [(1, 5, 2, 6)]),
+    "anticausal of one query": (4, 7, None, [(2, 3, 1, 6)]),
+    "anticausal": (14, 20, None, [(0, 4, 0, 4), (4, 6, 6, 11), (7, 14, 13, 20)]),
+    "anticausal, of one row each": (7, 9, None, [(1, 2, 0, 1), (2, 3, 1, 2), (3, 5, 3, 9)]),
+    "anticausal pieces share keys": (14, 12, None, [(0, 3, 0, 5), (3, 6, 2, 8), (7, 8, 2, 8), (9, 14, 4, 12)]),
 }
 SHAPES = [(2, 2, 8, 8), (4, 2, 16, 16), (4, 1, 24, 16), (6, 2, 8, 24)]  # heads, KV heads, head dims
 
 
 def tensors(case: str, shape: tuple[int, int, int, int], seed: int = 0) -> tuple[list[torch.Tensor], WorkList]:
     """q, k, v, dout in float64, NaN on rows that no item owns, and the work list."""
-    num_q, num_kv, causal, items = CASES[case]
+    num_q, num_kv, mask, items = CASES[case]
     heads, kv_heads, dim_qk, dim_v = shape
     generator = torch.Generator().manual_seed(seed)
     sizes = ((num_q, heads, dim_qk), (num_kv, kv_heads, dim_qk), (num_kv, kv_heads, dim_v), (num_q, heads, dim_v))
@@ -96,7 +108,7 @@ def tensors(case: str, shape: tuple[int, int, int, int], seed: int = 0) -> tuple
         for q_start, q_stop, kv_start, kv_stop in items:
             owned[slice(q_start, q_stop) if is_query else slice(kv_start, kv_stop)] = True
         tensor[~owned] = torch.nan
-    return values, work_list(items, causal, num_kv)
+    return values, work_list(items, mask, num_kv)
 
 
 def run(kernel: Kernel, values: list[torch.Tensor], work: WorkList, whole: Any = None) -> list[torch.Tensor]:

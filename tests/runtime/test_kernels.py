@@ -1,5 +1,8 @@
 """Every kernel against dense attention: work lists with holes and overlaps, strides, dtypes, unequal head dims."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from megatron_fcp.plan.arrays import frozen
 from megatron_fcp.plan.work import StageWork
 from megatron_fcp.runtime.kernels import KERNELS, Gradients, Kernel, Request, WorkList, capability_table, select_kernel
 from megatron_fcp.runtime.kernels import reference as reference_module
+from megatron_fcp.runtime.kernels import torch_cpu_flash as cpu_module
 
 pytestmark = pytest.mark.runtime
 
@@ -14,20 +18,38 @@ ON_CPU = [k for k in KERNELS if k.refusal(Request(torch.device("cpu"), torch.flo
 ASK = {"head_dim_qk": 8, "head_dim_v": 8, "num_heads": 4, "num_kv_heads": 2}
 CAUSAL = [(0, 3, 0, 3), (5, 6, 5, 6), (6, 17, 6, 17)]
 FULL = [(1, 4, 0, 2), (4, 5, 0, 9), (9, 17, 3, 9)]  # KV ranges overlap
+ANTICAUSAL = [(1, 4, 0, 3), (4, 5, 0, 9), (9, 17, 3, 16)]
+# Items and what differs from a full mask.
+MASKS: dict[str, tuple[list[tuple[int, int, int, int]], dict[str, Any]]] = {
+    "causal": (CAUSAL, {"causal": True}),
+    "full": (FULL, {}),
+    "anticausal": (ANTICAUSAL, {"anticausal": True}),
+    "window 0": (CAUSAL, {"causal": True, "window": 0}),
+    "window 4": (CAUSAL, {"causal": True, "window": 4}),
+}
 
 
-def work_list(items: list[tuple[int, int, int, int]], causal: bool) -> WorkList:
+def work_list(items: list[tuple[int, int, int, int]], tokens: int = 17, **mask: Any) -> WorkList:
     columns = [frozen(c) for c in zip(*items)]
-    return WorkList.from_stage(StageWork(*columns, causal, 17, frozen([0]), frozen([0, 17])), torch.device("cpu"))
+    stage = StageWork(*columns, False, tokens, frozen([0]), frozen([0, tokens]))
+    return WorkList.from_stage(dataclasses.replace(stage, **mask), torch.device("cpu"))
 
 
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, items: list[tuple[int, int, int, int]], causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    items: list[tuple[int, int, int, int]],
+    causal: bool = False,
+    anticausal: bool = False,
+    window: int = 1000,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of all query rows over the union of their items, differentiable; 0 and -inf elsewhere."""
     seen = torch.zeros(q.shape[0], k.shape[0], dtype=torch.bool)
     for q0, q1, k0, k1 in items:
-        seen[q0:q1, k0:k1] = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0) if causal else 99)
+        for i in range(q1 - q0):
+            for j in range(k1 - k0):
+                seen[q0 + i, k0 + j] = i - window <= j <= i if causal else j >= i if anticausal else True
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->qhk", q, k) * 0.3
@@ -50,16 +72,16 @@ def tensors(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], s
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("dims", [(8, 8), (12, 8), (4, 10), (7, 7)], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)], ids=str)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kernel", ON_CPU, ids=lambda k: k.name)
 def test_forward_and_backward_in_fp64(
-    kernel: Kernel, causal: bool, heads: tuple[int, int], dims: tuple[int, int], strided: bool
+    kernel: Kernel, mask: str, heads: tuple[int, int], dims: tuple[int, int], strided: bool
 ) -> None:
-    items = CAUSAL if causal else FULL
-    work = work_list(items, causal)
+    items, shape = MASKS[mask]
+    work = work_list(items, **shape)
     q, k, v, dout = tensors(torch.float64, heads, dims, strided)
     leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    out, lse = dense(*leaves, items, causal)
+    out, lse = dense(*leaves, items, **shape)
     want = torch.autograd.grad(out, leaves, dout)
     rows = torch.cat([torch.arange(q0, q1) for q0, q1, _, _ in items])
 
@@ -77,10 +99,10 @@ def test_forward_and_backward_in_fp64(
 @pytest.mark.parametrize("kernel", ON_CPU, ids=lambda k: k.name)
 def test_partial_results_keep_more_than_16_bits(kernel: Kernel, dtype: torch.dtype) -> None:
     """16-bit inputs are exact; what comes out is no coarser than float32 arithmetic."""
-    work = work_list(FULL, False)
+    work = work_list(FULL)
     q, k, v, dout = tensors(dtype, (4, 2), (8, 8), False)
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    out, lse = dense(*leaves, FULL, False)
+    out, lse = dense(*leaves, FULL)
     want = torch.autograd.grad(out, leaves, dout.double())
     rows = torch.cat([torch.arange(q0, q1) for q0, q1, _, _ in FULL])
     got, got_lse = kernel.forward(q, k, v, work, 0.3)
@@ -94,13 +116,13 @@ def test_partial_results_keep_more_than_16_bits(kernel: Kernel, dtype: torch.dty
 
 def test_the_reference_is_the_same_in_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, dout = tensors(torch.float64, (4, 2), (8, 8), False)
-    for items, causal in ((CAUSAL, True), (FULL, False)):
-        work = work_list(items, causal)
+    for items, mask in MASKS.values():
+        work = work_list(items, **mask)
         kernel, _ = select_kernel("reference", device="cpu", dtype=torch.float64, **ASK)
         results = []
         for limit in (1 << 22, 40):
             monkeypatch.setattr(reference_module, "MAX_SCORES", limit)
-            out, lse = dense(q, k, v, items, causal)
+            out, lse = dense(q, k, v, items, **mask)
             into = Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
             kernel.backward(dout, q, k, v, out, lse, work, 0.3, into)
             results.append([*kernel.forward(q, k, v, work, 0.3), into.dq, into.dk, into.dv])
@@ -108,18 +130,55 @@ def test_the_reference_is_the_same_in_small_chunks(monkeypatch: pytest.MonkeyPat
             torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("mask", "count", "most"), [({"causal": True, "window": w}, 700, None) for w in (0, 1, 63, 200, 698, 699)]
+    + [({"anticausal": True}, 700, None), ({"anticausal": True}, 150, None), ({"anticausal": True}, 150, 7000)]
+)  # fmt: skip
+def test_long_items_are_cut_into_strips(
+    monkeypatch: pytest.MonkeyPatch, mask: dict[str, Any], count: int, most: int | None
+) -> None:
+    """Windows shorter and longer than a strip, and strips shorter than they would be for want of room for the mask."""
+    if most is not None:
+        monkeypatch.setattr(cpu_module, "MAX_MASK", most)
+    g = torch.Generator().manual_seed(3)
+    q, k, v, dout = (torch.randn(800, heads, 8, generator=g, dtype=torch.float64) for heads in (2, 1, 1, 2))
+    work = work_list([(50, 50 + count, 20, 720)], 800, **mask)
+    kernel, _ = select_kernel("torch-cpu", device="cpu", dtype=torch.float64, **ASK)
+    exact, _ = select_kernel("reference", device="cpu", dtype=torch.float64, **ASK)
+    results = []
+    whole = torch.zeros_like(dout), torch.zeros(800, 2, dtype=torch.float64)
+    for total, part in zip(whole, exact.forward(q, k, v, work, 0.3)):
+        work.rows.put(total, part)
+    for one in (kernel, exact):
+        into = Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+        one.backward(dout, q, k, v, *whole, work, 0.3, into)
+        results.append([*one.forward(q, k, v, work, 0.3), into.dq, into.dk, into.dv])
+    for got, want in zip(*results):
+        assert not want.isnan().any()
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_work_lists_refuse_what_no_mask_means() -> None:
+    with pytest.raises(AssertionError, match="causal items are square"):
+        work_list([(0, 2, 0, 3)], causal=True)
+    with pytest.raises(AssertionError, match="sees nothing"):
+        work_list([(0, 3, 0, 2)], anticausal=True)
+    with pytest.raises(AssertionError, match="only causal work has a window"):
+        work_list([(0, 3, 0, 3)], window=2)
+
+
 def test_work_lists_refuse_empty_items() -> None:
     for bad in ([(0, 0, 0, 2)], [(0, 2, 1, 1)]):
         with pytest.raises(AssertionError, match="empty"):
-            work_list(bad, False)
+            work_list(bad)
 
 
 def test_work_lists_describe_packed_and_overlapping_ranges() -> None:
-    packed = work_list([(0, 3, 0, 3), (5, 6, 3, 4)], False)
+    packed = work_list([(0, 3, 0, 3), (5, 6, 3, 4)])
     assert packed.kv_packed
     assert packed.kv_index.numel() == 0
     assert packed.cu_seqlens_q.tolist() == [0, 3, 4]
-    overlapping = work_list(FULL, False)
+    overlapping = work_list(FULL)
     assert not overlapping.kv_packed
     assert overlapping.kv_index.tolist() == [*range(2), *range(9), *range(3, 9)]
     assert overlapping.cu_seqlens_kv.tolist() == [0, 2, 11, 17]

@@ -9,8 +9,8 @@ ranges need no extra memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,6 +31,8 @@ class Request:
     device : torch.device
     dtype : torch.dtype
     head_dim_qk, head_dim_v, num_heads, num_kv_heads : int
+    window : bool
+        Whether queries may see only so many keys before them.
     """
 
     device: torch.device
@@ -39,6 +41,7 @@ class Request:
     head_dim_v: int
     num_heads: int
     num_kv_heads: int
+    window: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,12 @@ class WorkList:
     items : tuple of (q_start, q_stop, kv_start, kv_stop)
         Query ranges are ascending and disjoint; KV ranges may overlap. None is empty.
     causal : bool
-        Bottom-right aligned causal mask on every item (both ranges are equally long then), or none.
+        Bottom-right aligned causal mask on every item; both ranges are equally long then.
+    anticausal : bool
+        Query ``i`` of an item sees its keys ``i`` and later, of which there is at least one. Taken backwards, that is a
+        bottom-right aligned causal mask. Neither causal nor anticausal: every query sees every key.
+    window : int or None
+        Causal only: a query sees at most this many keys before its own.
     rows : Rows
         Query rows covered, item after item.
     cu_seqlens_q, cu_seqlens_kv : Tensor, shape [num_items + 1], int32
@@ -107,6 +115,8 @@ class WorkList:
     kv_packed: bool
     max_seqlen_q: int
     max_seqlen_kv: int
+    anticausal: bool = False
+    window: int | None = None
     prepared: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -116,6 +126,8 @@ class WorkList:
         assert (q > 0).all(), "empty query range in a work list"
         assert (kv > 0).all(), "empty KV range in a work list"
         assert not stage.causal or (q == kv).all(), "causal items are square"
+        assert not stage.anticausal or (q <= kv).all(), "an anticausal item has a query that sees nothing"
+        assert stage.window is None or stage.causal, "only causal work has a window"
         packed = bool((stage.kv_start == offsets(kv)[:-1]).all())
         kv_index = ranges(stage.kv_start[:0], kv[:0]) if packed else ranges(stage.kv_start, kv)
         columns = (stage.q_start, stage.q_stop, stage.kv_start, stage.kv_stop)
@@ -129,6 +141,21 @@ class WorkList:
             kv_packed=packed,
             max_seqlen_q=int(q.max(initial=0)),
             max_seqlen_kv=int(kv.max(initial=0)),
+            anticausal=stage.anticausal,
+            window=stage.window,
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Its tensors, in the order of :meth:`with_tensors`."""
+        rows = [] if self.rows.index is None else [self.rows.index]
+        return [self.cu_seqlens_q, self.cu_seqlens_kv, self.kv_index, *rows]
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor]) -> WorkList:
+        """The same work with the next of ``tensors`` for its own."""
+        cu_seqlens_q, cu_seqlens_kv, kv_index = next(tensors), next(tensors), next(tensors)
+        rows = self.rows if self.rows.index is None else replace(self.rows, index=next(tensors))
+        return replace(
+            self, rows=rows, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, kv_index=kv_index, prepared={}
         )
 
     def prepare(self, key: str, build: Callable[[WorkList], T]) -> T:

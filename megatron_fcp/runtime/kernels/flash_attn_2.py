@@ -10,7 +10,7 @@ causal               bottom-right aligned
 boundaries           ``cu_seqlens``; packed rows only, so no padded rows exist
 head dims            one for q, k and v, multiple of 8, at most 256: V or Q and K get zero columns where they differ
 GQA                  native; the backward sums expanded dK and dV inside
-window, sink         window not used here; no sink
+window, sink         ``window_size_left`` and ``_right``, -1 for none; no sink
 determinism          forward always; backward with ``deterministic=True``, which is always passed
 dq, dk, dv           written into tensors given, in the dtype of q, every row of the packed ranges
 other rows           none are touched
@@ -69,8 +69,8 @@ class FlashAttention2(PackagedKernel):
             dropout_p=0.0,
             softmax_scale=scale,
             causal=call.causal,
-            window_size_left=-1,
-            window_size_right=-1,
+            window_size_left=call.window_size[0],
+            window_size_right=call.window_size[1],
         )
         return out, lse.transpose(0, 1)
 
@@ -103,8 +103,8 @@ class FlashAttention2(PackagedKernel):
             dropout_p=0.0,
             softmax_scale=scale,
             causal=call.causal,
-            window_size_left=-1,
-            window_size_right=-1,
+            window_size_left=call.window_size[0],
+            window_size_right=call.window_size[1],
             softcap=0.0,
             alibi_slopes=None,
             deterministic=True,

@@ -12,7 +12,7 @@ causal               bottom-right aligned
 boundaries           ``cu_seqlens``; packed rows only, so ``seqused`` stays unused
 head dims            multiples of 8, q/k and v may differ; here at most 192: the deterministic backward ends below 256
 GQA                  native
-window, sink         window not used here; no sink
+window, sink         ``window_size``, or ``window_size_left`` and ``_right``, -1 for none; no sink
 determinism          forward always (``num_splits=1``); backward with ``deterministic=True``, which is always passed
 dq, dk, dv           written into tensors given, in the dtype of q, every row of the packed ranges
 other rows           none are touched
@@ -74,7 +74,7 @@ class FlashAttention3(PackagedKernel):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arguments = {"q": q, "k": k, "v": v, **self._common(call, scale), "num_splits": 1}
-        out, lse, *_ = _call(self.package.forward, arguments, call.causal)
+        out, lse, *_ = _call(self.package.forward, arguments, call)
         return out, lse.transpose(0, 1)
 
     def differentiate(
@@ -91,7 +91,7 @@ class FlashAttention3(PackagedKernel):
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
         arguments |= {"softmax_lse": lse.transpose(0, 1).contiguous(), "deterministic": True}
-        _call(self.package.backward, arguments | self._common(call, scale), call.causal)
+        _call(self.package.backward, arguments | self._common(call, scale), call)
         return dq, dk, dv
 
     def _common(self, call: Call, scale: float) -> dict[str, Any]:
@@ -105,9 +105,13 @@ class FlashAttention3(PackagedKernel):
         }
 
 
-def _call(function: Callable[..., Any], arguments: dict[str, Any], causal: bool) -> Any:
+def _call(function: Callable[..., Any], arguments: dict[str, Any], call: Call) -> Any:
     """Call in the words of the installed revision; what it requires and we do not use is None."""
     names = parameters(function).parameters
-    arguments = arguments | {"causal" if "causal" in names else "is_causal": causal}
+    arguments = arguments | {"causal" if "causal" in names else "is_causal": call.causal}
+    if "window_size" in names:
+        arguments["window_size"] = call.window_size
+    else:
+        arguments["window_size_left"], arguments["window_size_right"] = call.window_size
     unused = {n: None for n, p in names.items() if p.default is inspect.Parameter.empty and n not in arguments}
     return function(**arguments, **unused)

@@ -9,7 +9,7 @@ causal               bottom-right aligned
 boundaries           ``cu_seqlens``; packed rows only, so ``seqused`` stays unused
 head dims            multiples of 8; capability 9: up to 256, here up to 192; 10 and 11: up to 128, or 192/128
 GQA                  native
-window, sink         not used here (a learnable sink exists in later releases)
+window, sink         ``window_size_left`` and ``_right``, None for none; a learnable sink, which is not used here
 determinism          forward always (``num_splits=1``); backward with ``deterministic=True``, which is always passed
 dq, dk, dv           returned, in the dtype of q, every row of the packed ranges
 other rows           none are touched
@@ -26,6 +26,7 @@ from megatron_fcp.runtime.kernels.packages import Package, PackagedKernel, refus
 from megatron_fcp.runtime.kernels.varlen import Call
 
 _BOTH = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
+_BOTH += ("window_size_left", "window_size_right")
 
 
 class FlashAttention4(PackagedKernel):
@@ -67,6 +68,8 @@ class FlashAttention4(PackagedKernel):
             max_seqlen_k=call.max_seqlen_kv,
             softmax_scale=scale,
             causal=call.causal,
+            window_size_left=call.window,
+            window_size_right=None if call.window is None else 0,
             num_splits=1,
             return_lse=True,
         )
@@ -92,6 +95,8 @@ class FlashAttention4(PackagedKernel):
             lse=lse.transpose(0, 1).contiguous(),
             softmax_scale=scale,
             causal=call.causal,
+            window_size_left=call.window,
+            window_size_right=None if call.window is None else 0,
             cu_seqlens_q=call.cu_seqlens_q,
             cu_seqlens_k=call.cu_seqlens_kv,
             max_seqlen_q=call.max_seqlen_q,

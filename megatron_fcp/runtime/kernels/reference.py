@@ -87,13 +87,23 @@ def _chunks(work: WorkList, q: torch.Tensor) -> Iterator[tuple[slice, slice, tor
         step = max(1, MAX_SCORES // (q.shape[1] * (kv_stop - kv_start)))
         for start in range(q_start, q_stop, step):
             stop = min(start + step, q_stop)
-            if not work.causal:
-                yield slice(start, stop), slice(kv_start, kv_stop), None
+            low, high = kv_start, kv_stop
+            if work.causal:  # bottom-right: the last query sees every key, but for those before its window
+                high -= q_stop - stop
+                if work.window is not None:
+                    low = max(low, kv_start + start - q_start - work.window)
+            elif work.anticausal:
+                low += start - q_start
+            if not work.causal and not work.anticausal:
+                yield slice(start, stop), slice(low, high), None
                 continue
-            seen = kv_stop - (q_stop - stop)  # bottom-right: the last query sees every key
-            row = torch.arange(start, stop, device=q.device) - stop
-            column = torch.arange(kv_start, seen, device=q.device) - seen
-            yield slice(start, stop), slice(kv_start, seen), column[None, :] > row[:, None]
+            # Key that has the number of its query: the query's own in causal work, the first one seen in anticausal.
+            row = torch.arange(start - q_start, stop - q_start, device=q.device)[:, None]
+            column = torch.arange(low - kv_start, high - kv_start, device=q.device)[None, :]
+            hidden = column > row if work.causal else column < row
+            if work.window is not None:
+                hidden |= column < row - work.window
+            yield slice(start, stop), slice(low, high), hidden
 
 
 def _scores(

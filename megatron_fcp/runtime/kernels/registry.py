@@ -44,6 +44,7 @@ def select_kernel(
     head_dim_v: int,
     num_heads: int,
     num_kv_heads: int,
+    window: bool = False,
 ) -> tuple[Kernel, str]:
     """Choose a kernel before training starts.
 
@@ -56,6 +57,8 @@ def select_kernel(
         Of q, k and v.
     head_dim_qk, head_dim_v, num_heads, num_kv_heads : int
         Of one rank, that is after tensor parallelism.
+    window : bool
+        Whether queries may see only so many keys before them.
 
     Returns
     -------
@@ -75,11 +78,12 @@ def select_kernel(
     names = [kernel.name for kernel in KERNELS]
     if name not in ("auto", *names):
         raise ValueError(f"--fcp-kernel {name!r} is unknown; choose one of auto, {', '.join(names)}")
-    request = Request(torch.device(device), dtype, head_dim_qk, head_dim_v, num_heads, num_kv_heads)
+    request = Request(torch.device(device), dtype, head_dim_qk, head_dim_v, num_heads, num_kv_heads, window)
     verdicts = {kernel.name: kernel.refusal(request) for kernel in KERNELS}
     table = "; ".join(f"{n}: {reason or BY_NAME_ONLY.get(n, 'can do it')}" for n, reason in verdicts.items())
     wanted = (
         f"{dtype} on {request.device.type}, head dims {head_dim_qk}/{head_dim_v}, {num_heads} heads, {num_kv_heads} KV"
+        + (", a window" if window else "")
     )
     if name == "auto":
         chosen = next((k for k in KERNELS if verdicts[k.name] is None and k.name not in BY_NAME_ONLY), None)

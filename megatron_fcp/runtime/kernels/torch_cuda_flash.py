@@ -11,7 +11,7 @@ causal               bottom-right aligned (FlashAttention 2.1 and later)
 boundaries           ``cum_seq_q`` and ``cum_seq_k``, int32; packed rows only
 head dims            one for q, k and v, multiple of 8, at most 256: V or Q and K get zero columns where they differ
 GQA                  native
-window, sink         window not used here; no sink
+window, sink         ``window_size_left`` and ``_right``, None for none; no sink
 determinism          forward always; backward while torch's deterministic mode is on, which is switched on around it
 dq, dk, dv           returned, in the dtype of q, every row of the packed ranges
 other rows           none are touched
@@ -64,7 +64,7 @@ class TorchCudaFlash(VarlenKernel):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv
-        out, lse, *_ = self._forward(q, k, v, *lengths, 0.0, call.causal, False, scale=scale)
+        out, lse, *_ = self._forward(q, k, v, *lengths, 0.0, call.causal, False, scale=scale, **_window(call))
         return out, lse.transpose(0, 1)
 
     def differentiate(
@@ -82,7 +82,13 @@ class TorchCudaFlash(VarlenKernel):
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         lse = lse.transpose(0, 1).contiguous()
         with _deterministic:
-            return self._backward(dout, q, k, v, out, lse, *lengths, 0.0, call.causal, *no_dropout, scale=scale)
+            return self._backward(
+                dout, q, k, v, out, lse, *lengths, 0.0, call.causal, *no_dropout, scale=scale, **_window(call)
+            )
+
+
+def _window(call: Call) -> dict[str, int]:
+    return {} if call.window is None else {"window_size_left": call.window, "window_size_right": 0}
 
 
 class _Deterministic:

@@ -7,12 +7,14 @@ Contract, read from ``transformer_engine/pytorch/cpp_extensions/fused_attn.py`` 
 q, k, v              ``thd_thd_thd``: three contiguous tensors [tokens, heads, head_dim]
 LSE                  first auxiliary tensor, [tokens, heads, 1] float32, natural logarithm of the scaled scores (from
                      cuDNN 9.6 on, not on compute capability 12.0); the backward takes it in the same layout
-causal               ``padding_causal`` is top-left aligned; causal work is square here, where both alignments agree
+causal               ``padding_causal`` is top-left aligned, which is the same on squares, and all other causal work is
+                     ``padding_causal_bottom_right`` (cuDNN 9.7 for any lengths)
 boundaries           ``cu_seqlens`` give lengths and ``cu_seqlens_padded`` offsets, which cuDNN needs even where both
                      are equal, as here: rows are packed
 head dims            multiples of 8 up to 128; capability 9: up to 256 where q/k and v agree; 192/128 from 9.0 on
 GQA                  native (cuDNN 9.6)
-window, sink         not used here (``window_size``, ``softmax_offset``)
+window, sink         ``window_size``, (-1, -1) for none, (left, 0) on packed sequences from cuDNN 9.6 on but for 9.14.0;
+                     the sink (``softmax_offset``) is not used here
 determinism          forward always; backward with ``deterministic=True``: capability 10 needs cuDNN 9.18.1, and on
                      capability 9 cuDNN asks for about 128 B x batch x heads x tokens^2 of workspace (comment in
                      ``dot_product_attention/utils.py``), so there only ``transformer-engine-fast`` is usable
@@ -35,7 +37,7 @@ from megatron_fcp.runtime.kernels.varlen import Call
 
 _BOTH = (
     *("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("fake_dtype", "fused_attention_backend", "attn_scale", "dropout", "qkv_layout", "attn_mask_type"),
+    *("fake_dtype", "fused_attention_backend", "attn_scale", "dropout", "qkv_layout", "attn_mask_type", "window_size"),
 )
 
 
@@ -79,6 +81,8 @@ class TransformerEngine(PackagedKernel):
         needed = 90600 if capability[0] == 9 else 91801 if self.deterministic else 91100
         if cudnn < needed or cudnn in (91000, 91001):
             return f"needs cuDNN {needed} or later, and not 91000 or 91001; this is {cudnn}"
+        if request.window and (cudnn < 90700 or cudnn == 91400):
+            return f"windows on packed sequences need cuDNN 90700 or later, and not 91400; this is {cudnn}"
         dims = request.head_dim_qk, request.head_dim_v
         if dims == (192, 128) or (capability[0] == 9 and dims[0] == dims[1]):
             return refuse_dims(request, 256)
@@ -134,8 +138,15 @@ class TransformerEngine(PackagedKernel):
             "attn_scale": scale,
             "dropout": 0.0,
             "qkv_layout": "thd_thd_thd",
-            "attn_mask_type": "padding_causal" if call.causal else "padding",
+            "attn_mask_type": _mask_type(call),
+            "window_size": call.window_size,
         }
+
+
+def _mask_type(call: Call) -> str:
+    if not call.causal:
+        return "padding"
+    return "padding_causal" if call.square else "padding_causal_bottom_right"
 
 
 def _known(function: Callable[..., Any], **arguments: str) -> dict[str, str]:

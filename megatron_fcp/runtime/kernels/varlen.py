@@ -6,6 +6,8 @@ rank holds several pieces of one document: such rows are packed more than once, 
 layer, a layer being items with disjoint ranges, so that no sum depends on a race. A call packs at most ``MAX_REPEATS``
 times the stage's KV; what would need more is cut into several calls. So no call reads or writes a row of a tensor that
 it does not own, and every row of a gradient buffer is written.
+
+Anticausal items, at the edge of a window, are packed backwards: then they are causal and bottom-right aligned.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Call:
     Attributes
     ----------
     rows, keys : Rows
-        Query and KV rows, item after item; keys may repeat.
+        Query and KV rows, item after item, each item backwards if the work is anticausal; keys may repeat.
     place : Rows
         Where the query rows lie among the rows of the whole work list.
     sums : tuple of (packed, target) : tuple of (Rows, Rows)
@@ -38,6 +40,11 @@ class Call:
     max_seqlen_q, max_seqlen_kv : int
         On the host, so that no kernel has to ask the device for them.
     causal : bool
+        Bottom-right aligned mask; no item has more queries than keys then.
+    square : bool
+        Every item has as many queries as keys, as far as the mask could tell the difference.
+    window : int or None
+        Keys before its own that a query sees at most; only on causal square calls.
     """
 
     rows: Rows
@@ -49,6 +56,13 @@ class Call:
     max_seqlen_q: int
     max_seqlen_kv: int
     causal: bool
+    square: bool
+    window: int | None
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """Keys before and after its own that a query sees at most, -1 for no limit, beside the causal mask."""
+        return (-1, -1) if self.window is None else (self.window, 0)
 
 
 def split_calls(work: WorkList) -> tuple[Call, ...]:
@@ -88,21 +102,36 @@ def _call(items: np.ndarray, place: np.ndarray, layer: np.ndarray, work: WorkLis
     q, kv = items[:, 1] - items[:, 0], items[:, 3] - items[:, 2]
     first = offsets(kv)[:-1]
     members = [np.flatnonzero(layer == n) for n in np.unique(layer)]
-    keys = ranges(items[:, 2], kv)
     once = len(members) == 1
+
+    def rows(start: np.ndarray, count: np.ndarray, ascend: bool = True) -> Rows:
+        if work.anticausal:
+            return _index(_backwards(start, count), device)
+        return Rows.of(ranges(start, count), device) if ascend else _index(ranges(start, count), device)
+
     return Call(
-        rows=Rows.of(ranges(items[:, 0], q), device),
-        keys=Rows.of(keys, device) if once else Rows(keys.size, None, torch.from_numpy(keys).to(device)),
-        place=Rows.of(ranges(place, q), device),
-        sums=tuple(
-            (Rows.of(ranges(first[m], kv[m]), device), Rows.of(ranges(items[m, 2], kv[m]), device)) for m in members
-        ),
+        rows=rows(items[:, 0], q),
+        keys=rows(items[:, 2], kv, ascend=once),
+        place=rows(place, q),
+        sums=tuple((Rows.of(ranges(first[m], kv[m]), device), rows(items[m, 2], kv[m])) for m in members),
         cu_seqlens_q=torch.from_numpy(offsets(q).astype(np.int32)).to(device),
         cu_seqlens_kv=torch.from_numpy(offsets(kv).astype(np.int32)).to(device),
         max_seqlen_q=int(q.max()),
         max_seqlen_kv=int(kv.max()),
-        causal=work.causal,
+        causal=work.causal or work.anticausal,
+        square=not work.anticausal or bool((q == kv).all()),
+        window=work.window,
     )
+
+
+def _backwards(start: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Concatenation of ``start + count - 1, ..., start`` over the pairs."""
+    return np.repeat(start, count) + np.repeat(count, count) - 1 - ranges(np.zeros_like(count), count)
+
+
+def _index(rows: np.ndarray, device: torch.device) -> Rows:
+    """Rows in any order."""
+    return Rows(rows.size, None, torch.from_numpy(rows).to(device))
 
 
 class VarlenKernel(Kernel):
