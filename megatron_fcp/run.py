@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if not os.path.isfile(options.script):
         parser.error(f"SCRIPT {options.script!r} does not exist; give the path of a Megatron training script")
-    # As for `python SCRIPT`: the script's folder leads the path, and it sees its own command line. Before anything else:
-    # in a checkout of Megatron-LM that folder holds the Megatron to run, and it goes before an installed one.
+    # As for `python SCRIPT`: the script's folder leads the path, and it sees its own command line. This comes first: in
+    # a checkout of Megatron-LM that folder holds the Megatron to run, and it goes before an installed one.
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(options.script))
     if options.fcp_platform == "cpu":

@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from megatron_fcp.testing.loop import TrainingLoop
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--megatron PATH``, as often as needed: checkouts of Megatron-LM for tests/integration/test_releases.py."""
+    parser.addoption(
+        "--megatron",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a checkout of Megatron-LM, of any release from 0.16 to main, whose own scripts are trained with",
+    )
+
+
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[object]:
     """Runs jobs on real processes over gloo (:class:`megatron_fcp.testing.gloo_pool.GlooPool`)."""

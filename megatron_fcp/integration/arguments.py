@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from megatron_fcp.config import FcpConfig, Layout
-from megatron_fcp.integration import session
+from megatron_fcp.integration import features, session
 from megatron_fcp.integration.refusals import YAML, check_combinations
 from megatron_fcp.integration.settings import settings_from_args
 from megatron_fcp.runtime import select_kernel
@@ -113,12 +113,17 @@ def wrap_add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., A
     """Seam: Megatron's parser gets FCP's group as well."""
 
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = add_arguments(original(parser))
-        _repair_help(parser)
-        _refuse_yaml()
-        return parser
+        return extend(original(parser))
 
     return add_megatron_arguments
+
+
+def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add FCP's flags to Megatron's complete parser."""
+    parser = add_arguments(parser)
+    _repair_help(parser)
+    _refuse_yaml()
+    return parser
 
 
 def _refuse_yaml() -> None:
@@ -163,10 +168,13 @@ def begin_session(args: argparse.Namespace) -> None:
     """
     if getattr(args, "context_parallel_backend", "native") != "fcp":
         return
+    features.complete(args)
     settings = settings_from_args(args)
     args.fcp_layout = settings.config.layout  # as the other settings, it may come from --fcp-config
     if not settings.own_attention:
         return  # one rank: Megatron's own attention, and nothing of ours in its way
+    if problems := list(features.refused(args)):
+        raise ValueError("\n".join(problems))
     check_combinations(args)
     reason = kernel_for(args, settings.config.kernel)
     if args.rank == 0:
@@ -180,7 +188,7 @@ def begin_session(args: argparse.Namespace) -> None:
         )
     # Plans replace masks: samples need no [s, s] mask from the data loader, which native packing drops as well.
     args.create_attention_mask_in_dataloader = False
-    if settings.documents == "eod":
+    if settings.documents == "eod" and features.hands_on_boundaries():
         # The switch by which Megatron hands document boundaries to every tensor- and pipeline-parallel rank.
         args.dataloader_inter_document_masking = True
     session.begin(settings)

@@ -66,13 +66,14 @@ def wrap_get_batch_on_this_tp_rank(original: Callable[..., Any]) -> Callable[...
     def get_batch_on_this_tp_rank(batch: Batch, *args: Any, **kwargs: Any) -> Batch:
         run = session.current()
         if run is not None and run.settings.documents == "eod" and batch.get("tokens") is not None:
-            add_boundaries(batch, _eod_token(run))
+            add_boundaries(batch, eod_token(run))
         return original(batch, *args, **kwargs)
 
     return get_batch_on_this_tp_rank
 
 
-def _eod_token(run: Session) -> int:
+def eod_token(run: Session) -> int:
+    """End-of-document token of the run's data set."""
     if run.eod_token is None:
         raise ValueError(
             "--reset-attention-mask with --context-parallel-backend fcp needs the end-of-document token, and no "
@@ -113,22 +114,32 @@ def wrap_get_batch_on_this_cp_rank(original: Callable[..., Any]) -> Callable[...
         run = session.current()
         if run is None:
             return original(batch, *args, **kwargs)
-        from megatron.core import parallel_state
-
-        if not run.attention_layers and parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            raise RuntimeError(
-                "--context-parallel-backend fcp: the model was built without FCP's attention; build its layers from "
-                "Megatron's spec functions (without --spec, or with a spec that asks the backend's core_attention())"
-            )
-        cp_group = session.cp_group()
-        check_same_batch(batch, run, cp_group)
-        batch["attention_mask"] = None
         if batch.get("cu_seqlens") is None and not run.settings.resident:
+            check_batch(batch, run)
             return original(batch, *args, **kwargs)  # Megatron's own sharding of whole samples
-        layout = run.layouts.get(_boundaries(batch, run), cp_group.rank())
-        return take_tokens(batch, layout, run.settings.seq_length)
+        return take_share(batch, run)
 
     return get_batch_on_this_cp_rank
+
+
+def check_batch(batch: Batch, run: Session) -> None:
+    """Raise unless FCP's attention is there and the whole group was given this batch; drop its mask."""
+    from megatron.core import parallel_state
+
+    if not run.attention_layers and parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        raise RuntimeError(
+            "--context-parallel-backend fcp: the model was built without FCP's attention; build its layers from "
+            "Megatron's spec functions (without --spec, or with a spec that asks the backend's core_attention())"
+        )
+    check_same_batch(batch, run, session.cp_group())
+    batch["attention_mask"] = None
+
+
+def take_share(batch: Batch, run: Session) -> Batch:
+    """Keep the tokens that the layout of a batch gives to this context-parallel rank."""
+    check_batch(batch, run)
+    layout = run.layouts.get(_boundaries(batch, run), session.cp_group().rank())
+    return take_tokens(batch, layout, run.settings.seq_length)
 
 
 def _boundaries(batch: Batch, run: Session) -> Boundaries:

@@ -80,8 +80,8 @@ def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     def roll_tensor(tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, **kwargs: Any) -> Any:
         rolled, count = original(tensor, shifts, dims, cp_group, **kwargs)
         run = session.current()
-        is_mask = rolled is not None and count is not None and rolled.is_floating_point()
-        if run is None or cp_group is None or cp_group.size() == 1 or not is_mask:
+        is_mask = rolled is not None and rolled.is_floating_point()
+        if run is None or cp_group is None or cp_group.size() == 1 or not is_mask or count is None:
             return rolled, count
         total = count.clone()
         torch.distributed.all_reduce(total, group=cp_group)

@@ -13,8 +13,6 @@ from typing import Any
 
 from megatron_fcp.integration import arguments, batch, loss, packed, rotary
 
-SUPPORTED = (0, 19)  # megatron-core major and minor release
-
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

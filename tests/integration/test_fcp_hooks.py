@@ -19,10 +19,9 @@ def test_import_leaves_megatron_and_torch_alone() -> None:
 
 
 def _values() -> dict[str, Any]:
-    from megatron_fcp.integration.hooks import _locate
-    from megatron_fcp.integration.seams import SEAMS
+    from megatron_fcp.integration.hooks import places
 
-    return {seam.name: vars(_locate(seam, "")[0])[seam.attribute.rpartition(".")[2]] for seam in SEAMS}
+    return {seam.name: vars(owner)[seam.attribute.rpartition(".")[2]] for seam, owner, _ in places()}
 
 
 def install_and_remove(_: None) -> dict[str, Any]:
@@ -88,11 +87,13 @@ def other_megatron(change: str) -> tuple[str, bool]:
     import megatron_fcp
     from megatron_fcp.integration import is_registered
 
-    if change == "version":
+    if change in ("version", "version and parameters"):
         package_info.VERSION = (0, 21, 0, "rc1")
-    elif change == "parameters":
+    if change == "version":
+        pass
+    elif change.endswith("parameters"):
         original = utils.get_batch_on_this_cp_rank
-        utils.get_batch_on_this_cp_rank = lambda batch, cp_group=None: original(batch, False, cp_group)
+        utils.get_batch_on_this_cp_rank = lambda batch, group=None: original(batch, False, group)
     elif change == "missing":
         del packed_seq_params.PackedSeqParams.__post_init__
     else:
@@ -109,8 +110,12 @@ def other_megatron(change: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("version", ("0.21.0rc1", "0.19.x", "megatron-core>=0.19,<0.20")),
-        ("parameters", ("megatron.core.utils.get_batch_on_this_cp_rank", "0.19.", "(batch, cp_group)")),
+        ("version", ("0.21.0rc1", "0.16 to 0.20", "look familiar", "megatron-core>=0.16,<0.20")),
+        ("version and parameters", ("0.21.0rc1", "megatron.core.utils.get_batch_on_this_cp_rank takes (batch, group)")),
+        (
+            "parameters",
+            ("megatron.core.utils.get_batch_on_this_cp_rank", "0.19.", "(batch, group)", "2 forms of"),
+        ),
         ("missing", ("PackedSeqParams.__post_init__", "0.19.", "is not there")),
         ("source", ("process_mtp_loss", "0.19.", "loss_mask, num_tokens = roll_tensor(")),
     ],
