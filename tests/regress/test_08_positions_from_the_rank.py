@@ -49,7 +49,7 @@ def all_rotations(options: list[dict[str, Any]]) -> list[dict[str, list[list[Any
 
 
 def rotations(options: dict[str, Any]) -> dict[str, list[list[Any]]]:
-    """For every kind and rank, whether rope(dispatch(x)) is dispatch(rope(x)), and which tokens and positions it holds."""
+    """For every kind and rank: whether rope(dispatch(x)) is dispatch(rope(x)), its tokens, and their positions."""
     import torch
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
