@@ -68,23 +68,3 @@ def over_group(loss_func: Callable[..., Any], cp_size: int) -> Callable[..., Any
         return loss * cp_size, total, report
 
     return normalised
-
-
-def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam: multi-token prediction divides by the valid tokens that are left after rolling the loss mask.
-
-    A rank that holds a sequence's end loses one there. The mean over the group in place of the rank's own number makes
-    the average over the group's ranks the mean over all tokens. (Fewer valid tokens than ranks are taken for as many.)
-    """
-
-    def roll_tensor(tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, **kwargs: Any) -> Any:
-        rolled, count = original(tensor, shifts, dims, cp_group, **kwargs)
-        run = session.current()
-        is_mask = rolled is not None and rolled.is_floating_point()
-        if run is None or cp_group is None or cp_group.size() == 1 or not is_mask or count is None:
-            return rolled, count
-        total = count.clone()
-        torch.distributed.all_reduce(total, group=cp_group)
-        return rolled, total / cp_group.size()
-
-    return roll_tensor

@@ -196,14 +196,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--mtp-num-layers",
-        in_resident(is_set("mtp_num_layers")),
-        "it rolls tokens in order",
-        _RESHUFFLE,
-        RESIDENT,
-        row="Loss: multi-token prediction, whole samples",
-    ),
-    Refusal(
-        "--mtp-num-layers",
         lambda args: args.mtp_num_layers if args.mtp_num_layers and args.calculate_per_token_loss else None,
         "Megatron weighs the extra losses by each rank's own number of valid tokens then",
         "drop --calculate-per-token-loss; the loss is the mean over valid tokens without it as well",
@@ -233,14 +225,6 @@ REFUSALS: tuple[Refusal, ...] = (
         _RESHUFFLE,
         RESIDENT,
         row="Positions: M-RoPE, whole samples",
-    ),
-    Refusal(
-        "--mtp-num-layers",
-        with_documents(is_set("mtp_num_layers")),
-        "Megatron rolls labels by another cut of the documents than its data loader makes",
-        "leave it off, or train on samples without document masking",
-        _DOCUMENTS,
-        row="Loss: multi-token prediction, documents",
     ),
     Refusal(
         "--dataloader-type",

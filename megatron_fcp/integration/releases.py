@@ -6,7 +6,7 @@ asked in :mod:`megatron_fcp.integration.features`. A place is one of its known f
 
 from __future__ import annotations
 
-from megatron_fcp.integration import batch, batch_older, loss, packed
+from megatron_fcp.integration import batch, batch_older, mtp, packed
 from megatron_fcp.integration.seams import Seam
 
 # megatron-core releases whose seams are known and were trained with; 0.20 is Megatron-LM's main branch.
@@ -104,8 +104,8 @@ OTHER_FORMS: dict[str, tuple[Seam, ...]] = {
             _MTP,
             "roll_tensor",
             ("tensor", "shifts", "dims", "cp_group", "packed_seq_params", "return_sum"),
-            "the loss of multi-token prediction is a mean over the whole context-parallel group as well",
-            loss.wrap_roll_tensor,
+            "multi-token prediction rolls by the layout; its loss is a mean over the whole group",
+            mtp.wrap_roll_tensor,
         ),
     ),
     "megatron.core.transformer.attention.Attention.__init__": (

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fcp.integration import arguments, batch, loss, packed, rotary
+from megatron_fcp.integration import arguments, batch, loss, mtp, packed, rotary
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -150,8 +150,8 @@ SEAMS: tuple[Seam, ...] = (
         "megatron.core.transformer.multi_token_prediction",
         "roll_tensor",
         ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
-        "the loss of multi-token prediction is a mean over the whole context-parallel group as well",
-        loss.wrap_roll_tensor,
+        "multi-token prediction rolls by the layout; its loss is a mean over the whole group",
+        mtp.wrap_roll_tensor,
     ),
     Seam(
         "megatron.core.transformer.multi_token_prediction",

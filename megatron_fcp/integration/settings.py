@@ -32,7 +32,8 @@ class Settings:
         (``--dataloader-inter-document-masking``), or every document (``--sft``).
     own_attention : bool
         Whether FCP's attention runs. At context-parallel size 1 Megatron's own does, except where
-        ``--transformer-impl local`` has none: for packed batches and for MLA.
+        ``--transformer-impl local`` has none, for packed batches and for MLA; and where multi-token prediction would
+        cross the boundaries that end-of-document tokens mark.
     """
 
     config: FcpConfig
@@ -126,13 +127,14 @@ def settings_from_args(args: Namespace) -> Settings:
     for micro_batch_size in {args.micro_batch_size, args.eval_micro_batch_size}:
         config.resolve_block_size(args.seq_length * micro_batch_size // args.context_parallel_size)
     no_other = args.transformer_impl == "local" and (documents == "packed" or args.multi_latent_attention)
+    rolls = bool(args.mtp_num_layers) and documents == "eod"
     return Settings(
         config=config,
         cp_size=args.context_parallel_size,
         seq_length=args.seq_length,
         documents=documents,
         sharding="document" if args.sft else "sequence",
-        own_attention=args.context_parallel_size > 1 or no_other,
+        own_attention=args.context_parallel_size > 1 or no_other or rolls,
         hardware=hardware,
         save_plans=args.fcp_save_plans if args.rank == 0 else None,
     )

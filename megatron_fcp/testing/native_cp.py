@@ -26,7 +26,9 @@ def install() -> None:
 
     from megatron_fcp.plan.sharding import zigzag
 
-    class GatheredAttention(DotProductAttention):
+    base: Any = DotProductAttention
+
+    class GatheredAttention(base):
         """Attention of whole samples, computed by every rank of the group; each keeps its own rows."""
 
         def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:

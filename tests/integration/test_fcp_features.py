@@ -16,7 +16,7 @@ SEQUENCE_AUX = {**MOE, "moe_router_load_balancing_type": "seq_aux_loss"}
 
 # Row of the matrix: flags that decide on the weights, layouts, other flags.
 FEATURES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
-    "Loss: multi-token prediction, whole samples": ({"mtp_num_layers": 1}, ("reshuffle",), {}),
+    "Loss: multi-token prediction, whole samples": ({"mtp_num_layers": 1}, LAYOUTS, {"eod_mask_loss": True}),
     "Loss: multi-token prediction, whole samples, depth 2": ({"mtp_num_layers": 2}, ("reshuffle",), {}),
     "Experts: sequence auxiliary loss": (SEQUENCE_AUX, ("reshuffle",), {}),
     "Experts: global auxiliary and z loss": ({**MOE, "moe_z_loss_coeff": 1e-3}, LAYOUTS, EOD),

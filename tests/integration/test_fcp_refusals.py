@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from fcp_runs import Runs, fcp
+from fcp_runs import fcp
 
 from megatron_fcp.testing.loop import TrainingJob, TrainingLoop, tiny_model_args
 from megatron_fcp.testing.pool import JobError
@@ -128,24 +128,10 @@ CASES = [
     case("Models: reinforcement learning", {"perform_rl_step": True}, "--perform-rl-step ", "no inference path"),
     case("Models: decoding", {"flash_decode": True}, "--flash-decode ", "no inference path"),
     case(
-        "Loss: multi-token prediction, whole samples",
-        {"mtp_num_layers": 1, **RESIDENT},
-        "--mtp-num-layers 1",
-        "--fcp-layout resident",
-        "--fcp-layout reshuffle",
-        layout="resident",
-    ),
-    case(
         "Loss: multi-token prediction with per-token loss",
         {"mtp_num_layers": 1, "calculate_per_token_loss": True},
         "--mtp-num-layers 1",
         "--calculate-per-token-loss",
-    ),
-    case(
-        "Loss: multi-token prediction, documents",
-        {"mtp_num_layers": 2, "reset_attention_mask": True},
-        "--mtp-num-layers 2",
-        "document boundaries",
     ),
     case(
         "Experts: sequence auxiliary loss",
@@ -334,12 +320,3 @@ def test_flags_are_in_the_help(training_loop: TrainingLoop) -> None:
     assert "flexible context parallelism (FCP)" in text
     for flag in ("backend", "layout", "block-size", "kernel", "rounds-per-stage", "blocks-per-message"):
         assert re.search(rf"--(fcp|context-parallel)-{flag}\b", text), flag
-
-
-def test_mtp_works_where_it_is_not_refused(runs: Runs) -> None:
-    from megatron_fcp.testing.loop import compare
-
-    model, mask = {"mtp_num_layers": 1}, {"eod_mask_loss": True}
-    difference = compare(runs(2, model, **fcp("reshuffle"), **mask), runs(model=model, **mask))
-    assert difference.loss < 1e-5
-    assert difference.gradient < 1e-5, difference.name
