@@ -7,6 +7,7 @@ before.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.abc
 import importlib.machinery
@@ -200,6 +201,25 @@ def _resume_distributed_optimizer() -> None:
     owner._set_main_param_and_optimizer_states = without_step
 
 
+def _shard_on_the_cpu() -> None:
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as wrapper
+    from torch.distributed import DeviceMesh
+
+    def from_group(group: Any, device_type: str) -> DeviceMesh:
+        return DeviceMesh.from_group(group, "cpu")
+
+    wrapper.DeviceMesh = types.SimpleNamespace(from_group=from_group)  # type: ignore[attr-defined,misc]
+
+
+def _recompute_without_fp8() -> None:
+    from megatron.core.tensor_parallel import random
+
+    if not hasattr(random, "FP8GlobalStateManager"):
+        names: Any = random
+        names.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        names.fp8_autocast = lambda **unused: contextlib.nullcontext()
+
+
 GAPS: tuple[Gap, ...] = (
     Gap(
         "triton",
@@ -248,6 +268,18 @@ GAPS: tuple[Gap, ...] = (
         "same step tensor, so that a step counts once per parameter; then the step is overwritten or asked for among "
         "the loaded tensors, and fp32 parameters are written to outside no_grad",
         _resume_distributed_optimizer,
+    ),
+    Gap(
+        "mesh of FSDP2",
+        "megatron/core/distributed/torch_fully_sharded_data_parallel.py TorchFullyShardedDataParallel",
+        "its device mesh is a CUDA one, and torch's fully_shard asks where the parameters really are",
+        _shard_on_the_cpu,
+    ),
+    Gap(
+        "state of FP8 in recomputation",
+        "megatron/core/tensor_parallel/random.py CheckpointWithoutOutput",
+        "recomputation of norms, activations and MLA's up-projection asks Transformer Engine whether FP8 is on",
+        _recompute_without_fp8,
     ),
 )
 
