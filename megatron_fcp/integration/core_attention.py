@@ -7,26 +7,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_fcp.integration import session
 from megatron_fcp.integration.packed import layout_of
+from megatron_fcp.integration.windows import layer_window
 from megatron_fcp.runtime import fcp_attention, reshuffle, select_kernel
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 class FcpCoreAttention(MegatronModule):
     """Attention over the context-parallel group, by the plan of each batch.
 
-    Takes the constructor arguments and the call of megatron-core 0.19's core attentions. Holds no parameters and
-    nothing that belongs in a checkpoint.
+    Takes the constructor arguments and the call of megatron-core 0.19's core attentions. Where ``softmax_type`` is
+    "learnable" it holds ``softmax_offset``, one logit per head of this tensor-parallel rank, under the name and with
+    the sharding of Megatron's and Transformer Engine's core attentions, so that checkpoints carry over. Nothing else
+    belongs in a checkpoint.
 
     Parameters
     ----------
     config : TransformerConfig
+        ``window_size``, ``window_attn_skip_freq`` and ``softmax_type`` mean what they mean to Megatron's own.
     layer_number : int
+        Counted from 1.
     attn_mask_type : AttnMaskType
         Causal, with or without padding.
     attention_type : str
@@ -40,7 +48,7 @@ class FcpCoreAttention(MegatronModule):
     cp_comm_type : str, optional
         Ignored: it names an exchange of Megatron's own context parallelism.
     pg_collection : ProcessGroupCollection, optional
-        Its ``cp`` is the context-parallel group.
+        Its ``cp`` and ``tp`` are the context- and the tensor-parallel group.
 
     Raises
     ------
@@ -73,8 +81,43 @@ class FcpCoreAttention(MegatronModule):
         self.head_dim_qk = k_channels or config.kv_channels
         self.head_dim_v = v_channels or config.kv_channels
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(self.head_dim_qk)
+        self.window = layer_window(config, layer_number)
+        self.tp_group = getattr(pg_collection, "tp", None) or session.tp_group()
+        self._make_sink(config)
         self._kernel: Any = None
         run.attention_layers += 1
+
+    def _make_sink(self, config: Any) -> None:
+        """``softmax_offset``: None, zeros that are no state, or a parameter; drawn as Megatron's local one draws it."""
+        self.softmax_offset: torch.Tensor | None
+        if config.softmax_type == "vanilla":
+            self.softmax_offset = None
+            return
+        heads = config.num_attention_heads // self.tp_group.size()
+        options = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        if config.softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros(heads, **options)
+            return
+        self.softmax_offset = torch.nn.Parameter(torch.empty(heads, **options))
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        if config.perform_initialization:
+            config.init_method(self.softmax_offset)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """The learnable sink, cut over tensor-parallel ranks; nothing where there is none."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
     def forward(
         self,
@@ -121,8 +164,9 @@ class FcpCoreAttention(MegatronModule):
         layout = layout_of(packed_seq_params, sequence * batch, batch, comm.rank)
         q, k, v = (t.reshape(sequence * batch, *t.shape[-2:]) for t in (query, key, value))
         kernel = self._kernel_for(q, k)
-        plan = layout.compiled(q.device)
+        plan = layout.compiled(q.device, self.window)
         attend = {"plan": plan, "comm": comm, "kernel": kernel, "softmax_scale": self.softmax_scale}
+        attend["sink"] = self.softmax_offset
         if run.settings.resident:
             out = fcp_attention(q, k, v, **attend)
         else:
@@ -142,6 +186,7 @@ class FcpCoreAttention(MegatronModule):
                 head_dim_v=self.head_dim_v,
                 num_heads=q.shape[-2],
                 num_kv_heads=k.shape[-2],
+                window=self.window is not None,
             )
         return self._kernel
 
@@ -150,8 +195,7 @@ def _check_layer(config: Any, attn_mask_type: AttnMaskType, attention_type: str,
     """Refuse what only the model's own configuration shows; the command line was checked before."""
     for name, value, remedy in (
         ("attention_dropout", dropout, "set it to 0"),
-        ("window_size", config.window_size, "set it to None"),
-        ("softmax_type", None if config.softmax_type == "vanilla" else config.softmax_type, "set it to vanilla"),
+        ("softmax_type", None if config.softmax_type in SOFTMAX_TYPES else config.softmax_type, "set it to vanilla"),
         ("fp8_dot_product_attention", config.fp8_dot_product_attention, "set it to False; FP8 linear layers work"),
         ("fp8_multi_head_attention", config.fp8_multi_head_attention, "set it to False; FP8 linear layers work"),
         ("attention_type", None if attention_type == "self" else attention_type, "use decoder-only models"),

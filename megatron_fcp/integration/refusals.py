@@ -26,6 +26,7 @@ from megatron_fcp.integration.refusal import (
     unless,
     with_documents,
 )
+from megatron_fcp.integration.windows import window_problem
 
 _NATIVE = "or train this model with --context-parallel-backend native"
 _RESHUFFLE = "pass --fcp-layout reshuffle, which keeps Megatron's own token order outside attention"
@@ -49,17 +50,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--window-size",
-        is_set("window_size"),
-        NOT_YET,
-        f"leave sliding windows off, {_NATIVE}",
-        row="Attention: sliding window",
-    ),
-    Refusal(
-        "--softmax-type",
-        unless("softmax_type", "vanilla"),
-        f"it adds a sink, and {NOT_YET}",
-        "pass vanilla",
-        row="Attention: sinks (softmax off by one, learnable)",
+        lambda args: args.window_size if args.window_size and window_problem(args.window_size) else None,
+        "the mask is causal: a window ends at the query itself",
+        "pass W,0 for a query and the W tokens before it",
+        row="Attention: window that does not end at the query",
     ),
     Refusal(
         "--num-query-groups",

@@ -30,17 +30,11 @@ def case(row: str, flags: dict[str, Any], *words: str, layout: str = "both") -> 
 CASES = [
     case("Attention: dropout", {"attention_dropout": 0.1}, "--attention-dropout 0.1", "pass --attention-dropout 0"),
     case(
-        "Attention: sliding window",
-        {"window_size": (128, 0)},
-        "--window-size (128, 0)",
-        "--context-parallel-backend native",
-    ),
-    case(
-        "Attention: sinks (softmax off by one, learnable)",
-        {"softmax_type": "learnable"},
-        "--softmax-type learnable",
-        "sink",
-        "pass vanilla",
+        "Attention: window that does not end at the query",
+        {"window_size": (128, 16)},
+        "--window-size (128, 16)",
+        "ends at the query itself",
+        "pass W,0",
     ),
     case(
         "Attention: fewer KV heads than tensor-parallel ranks",
@@ -303,8 +297,7 @@ def layer_messages(cases: list[dict[str, Any]]) -> list[str]:
 def test_layers_that_the_command_line_does_not_show(training_loop: TrainingLoop) -> None:
     cases = [
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ({"window_size": (64, 0)}, "window_size (64, 0)"),
-        ({"softmax_type": "off-by-one"}, "softmax_type off-by-one"),
+        ({"softmax_type": "sparsemax"}, "softmax_type sparsemax"),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention True"),
         ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention True"),
         ({"attention_type": "cross"}, "attention_type cross"),

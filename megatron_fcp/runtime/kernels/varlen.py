@@ -166,7 +166,7 @@ class VarlenKernel(Kernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         calls = work.prepare("varlen calls", split_calls)
         parts = [self._attend(q, k, v, call, scale) for call in calls]
-        if len(parts) == 1:
+        if len(parts) == 1 and not work.anticausal:  # packed in the order of the work list
             return parts[0]
         out = parts[0][0].new_empty(work.rows.count, q.shape[1], v.shape[2])
         lse = parts[0][1].new_empty(work.rows.count, q.shape[1])
