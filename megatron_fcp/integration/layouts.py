@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_fcp.integration.settings import Settings
-from megatron_fcp.plan import Plan, RankPlan, make_plan
+from megatron_fcp.plan import Plan, RankPlan, make_plan, with_window
 from megatron_fcp.plan.arrays import IntArray, frozen, ranges
 from megatron_fcp.plan.route import RankRoute, make_route
 from megatron_fcp.plan.sharding import batched, zigzag, zigzag_per_document
@@ -107,14 +107,16 @@ class Layout:
             tokens_per_rank=boundaries.num_tokens // cp_size,
             config=settings.config,
             hardware=settings.hardware,
+            window=settings.windows[0],
         )
         self.rank_plan: RankPlan = self.plan.rank_plan(rank)
+        self._rank_plans: dict[int | None, RankPlan] = {settings.windows[0]: self.rank_plan}
         if settings.resident:
             self.index = self.rank_plan.local_token_global_indices
         else:
             self.index = megatron_sharding(boundaries, settings)[rank]
         self.positions = _positions(boundaries, self.index)
-        self._compiled: dict[torch.device, CompiledPlan] = {}
+        self._compiled: dict[tuple[torch.device, int | None], CompiledPlan] = {}
         self._routes: dict[torch.device, CompiledRoute] = {}
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
 
@@ -135,11 +137,17 @@ class Layout:
             self._routes[device] = CompiledRoute(self._rank_route, device)
         return self._routes[device]
 
-    def compiled(self, device: torch.device) -> CompiledPlan:
-        """The plan, ready to run on ``device``."""
-        if device not in self._compiled:
-            self._compiled[device] = CompiledPlan(self.rank_plan, device)
-        return self._compiled[device]
+    def rank_plan_for(self, window: int | None) -> RankPlan:
+        """What layers of this window execute; tokens lie where :attr:`rank_plan` has them."""
+        if window not in self._rank_plans:
+            self._rank_plans[window] = with_window(self.plan, window, self._settings.config).rank_plan(self.rank)
+        return self._rank_plans[window]
+
+    def compiled(self, device: torch.device, window: int | None = None) -> CompiledPlan:
+        """The plan for layers of a window (None: whole documents), ready to run on ``device``."""
+        if (device, window) not in self._compiled:
+            self._compiled[device, window] = CompiledPlan(self.rank_plan_for(window), device)
+        return self._compiled[device, window]
 
     def index_on(self, device: torch.device) -> torch.Tensor:
         """:attr:`index` on ``device``, int64."""

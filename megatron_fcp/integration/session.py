@@ -83,3 +83,10 @@ def cp_group() -> Any:
     from megatron.core import parallel_state
 
     return parallel_state.get_context_parallel_group()
+
+
+def tp_group() -> Any:
+    """Megatron's tensor-parallel group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()

@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron_fcp.config import FcpConfig
 from megatron_fcp.config_file import read_config
+from megatron_fcp.integration.windows import model_windows
 from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.simulate.hardware import AttentionShape, load_hardware
 
@@ -32,8 +33,11 @@ class Settings:
         (``--dataloader-inter-document-masking``), or every document (``--sft``).
     own_attention : bool
         Whether FCP's attention runs. At context-parallel size 1 Megatron's own does, except where
-        ``--transformer-impl local`` has none, for packed batches and for MLA; and where multi-token prediction would
-        cross the boundaries that end-of-document tokens mark.
+        ``--transformer-impl local`` has none: for packed batches and for MLA, and for windows where
+        ``--reset-attention-mask`` gives boundaries, which the local implementation drops then; and where multi-token
+        prediction would cross the boundaries that end-of-document tokens mark.
+    windows : tuple of int or None
+        Windows of the model's layers, each once (None: whole documents), first the one that tokens are placed for.
     """
 
     config: FcpConfig
@@ -44,6 +48,7 @@ class Settings:
     own_attention: bool
     hardware: CostModel | None = None
     save_plans: str | None = None
+    windows: tuple[int | None, ...] = (None,)
 
     @property
     def resident(self) -> bool:
@@ -126,7 +131,9 @@ def settings_from_args(args: Namespace) -> Settings:
     documents = documents_of(args)
     for micro_batch_size in {args.micro_batch_size, args.eval_micro_batch_size}:
         config.resolve_block_size(args.seq_length * micro_batch_size // args.context_parallel_size)
-    no_other = args.transformer_impl == "local" and (documents == "packed" or args.multi_latent_attention)
+    windows = model_windows(args)
+    dropped = documents == "packed" or (documents == "eod" and windows != (None,))
+    no_other = args.transformer_impl == "local" and (dropped or args.multi_latent_attention)
     rolls = bool(args.mtp_num_layers) and documents == "eod"
     return Settings(
         config=config,
@@ -137,4 +144,5 @@ def settings_from_args(args: Namespace) -> Settings:
         own_attention=args.context_parallel_size > 1 or no_other or rolls,
         hardware=hardware,
         save_plans=args.fcp_save_plans if args.rank == 0 else None,
+        windows=windows,
     )
