@@ -8,6 +8,7 @@ is compared with Megatron's here as well.
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,23 @@ def test_sinks_are_cut_over_tensor_parallel_ranks(runs: Runs) -> None:
     result = runs(4, SINKS, **fcp("resident"), **SPLIT_TENSORS, **DOCUMENTS)
     assert_equal(result, reference)
     assert result.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)  # each rank's sinks count
+
+
+SAVED = {"ckpt_format": "torch_dist", "train_iters": 4, "global_batch_size": 2, **WINDOW, "window_attn_skip_freq": 2}
+HALF = {"exit_interval": 2, "save_interval": 2}
+
+
+@pytest.mark.parametrize(
+    "first", ["native", pytest.param("fcp", marks=pytest.mark.nightly(seconds=15))], ids=lambda name: f"{name} first"
+)
+def test_sinks_go_from_one_backend_to_the_other(runs: Runs, tmp_path: Path, first: str) -> None:
+    """Saved by one, resumed by the other, which would start with sinks near zero: the losses are those of one run."""
+    whole = runs(model=SINKS, **SAVED, **RAISED)
+    parts: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, fcp("resident"))]
+    (ranks, before), (more_ranks, after) = parts if first == "native" else parts[::-1]
+    saved = runs(ranks, SINKS, **before, **SAVED, **RAISED, **HALF, save=tmp_path / "half")
+    resumed = runs(more_ranks, SINKS, **after, **SAVED, load=tmp_path / "half")
+    assert [*saved.losses, *resumed.losses] == pytest.approx(whole.losses, rel=1e-5)
 
 
 def windows_of(cases: list[dict[str, Any]]) -> list[Any]:
