@@ -155,7 +155,7 @@ def draw(losses: Losses, seeds: list[int], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 8), sharex=True, height_ratios=(3, 2))
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 8.5), sharex=True, height_ratios=(3, 2))
     steps = np.arange(1, losses[seeds[0], BASELINE].size + 1)
     styles = {BASELINE: ("-", 5.0, 0.25), "cp 4, reshuffle": ("-", 1.2, 1.0), "cp 4, resident": (":", 2.0, 1.0)}
     for i, seed in enumerate(seeds):
@@ -177,7 +177,7 @@ def draw(losses: Losses, seeds: list[int], path: Path) -> None:
     bottom.set_yscale("log")
     bottom.set_ylabel("difference of smoothed losses")
     bottom.set_xlabel("step")
-    bottom.legend(fontsize=7, ncols=2, loc="lower right")
+    bottom.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     figure.tight_layout()

@@ -9,6 +9,7 @@ from __future__ import annotations
 COMMANDS = {
     "plan": "plan a packed stream, write the plan file, and print balance, traffic, rounds and memory",
     "simulate": "price a plan on a cluster model: efficiency, waiting, traffic, and whole training steps",
+    "doctor": "check a launch config before anyone launches: how it divides the GPUs, memory of each, predicted step",
     "compare": "FCP against its peers over workloads, scales and clusters; one table, one picture",
     "tune": "find block size, stages and layout for given lengths and hardware; write them as a config file",
     "view": "write one HTML page to look at a plan: who holds what, rounds, and what happens when",
