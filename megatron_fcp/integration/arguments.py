@@ -11,7 +11,7 @@ import torch
 from megatron_fcp.config import FcpConfig, Layout
 from megatron_fcp.integration import features, session
 from megatron_fcp.integration.refusals import YAML, check_combinations
-from megatron_fcp.integration.settings import settings_from_args
+from megatron_fcp.integration.settings import PLAN_AHEAD, settings_from_args
 from megatron_fcp.runtime import select_kernel
 
 _DEFAULTS = FcpConfig()
@@ -101,6 +101,14 @@ def _add_planner_arguments(group: argparse._ArgumentGroup) -> None:
         "--fcp-config",
         metavar="FILE",
         help="Settings that `megatron-fcp tune` wrote, hardware included; flags on the command line go before them.",
+    )
+    group.add_argument(
+        "--fcp-plan-ahead",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Micro-batches to read before they are needed, so that a process beside training has their plans ready. "
+        f"Default: {PLAN_AHEAD}; 0, which plans when a batch is used, for --dataloader-type external.",
     )
     group.add_argument(
         "--fcp-save-plans",

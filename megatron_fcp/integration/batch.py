@@ -65,11 +65,19 @@ def wrap_get_batch_on_this_tp_rank(original: Callable[..., Any]) -> Callable[...
 
     def get_batch_on_this_tp_rank(batch: Batch, *args: Any, **kwargs: Any) -> Batch:
         run = session.current()
+        take_turn()
         if run is not None and run.settings.documents == "eod" and batch.get("tokens") is not None:
             add_boundaries(batch, eod_token(run))
         return original(batch, *args, **kwargs)
 
     return get_batch_on_this_tp_rank
+
+
+def take_turn() -> None:
+    """Once per batch on every rank of a tensor-parallel group: what was read ahead is told, or heard."""
+    run = session.current()
+    if run is not None and run.ahead is not None:
+        run.ahead.take_turn()
 
 
 def eod_token(run: Session) -> int:

@@ -22,6 +22,7 @@ def wrap_get_batch_on_this_tp_rank(original: Callable[..., Any]) -> Callable[...
     """Seam of 0.18: the boundaries go to the tensor-parallel group beside the batch."""
 
     def get_batch_on_this_tp_rank(batch: Batch, *args: Any, **kwargs: Any) -> Batch:
+        newer.take_turn()
         tokens = batch.get("tokens")  # of the rank that reads the data, on any stage
         result = original(batch, *args, **kwargs)
         send_boundaries(result, tokens)
@@ -34,6 +35,7 @@ def wrap_get_batch_from_iterator(original: Callable[..., Any]) -> Callable[..., 
     """Seam of 0.16 and 0.17: the same, where the function reads the batch itself."""
 
     def get_batch_on_this_tp_rank(data_iterator: Any, *args: Any, **kwargs: Any) -> Batch:
+        newer.take_turn()
         result = original(data_iterator, *args, **kwargs)
         send_boundaries(result, result.get("tokens"))
         return result

@@ -1,20 +1,26 @@
 """From document boundaries to where every token lies: plans, positions, and their cache.
 
 A layout is a pure function of the boundaries and the settings, so every rank that knows the boundaries of a batch
-derives the same one: data-parallel rank or not, first pipeline stage or last.
+derives the same one: data-parallel rank or not, first pipeline stage or last, ahead of need or when it is needed.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_fcp.integration.plan_worker import PlanWorker
 from megatron_fcp.integration.settings import Settings
+from megatron_fcp.integration.waits import PlanWaits
 from megatron_fcp.plan import Plan, RankPlan, make_plan, with_window
 from megatron_fcp.plan.arrays import IntArray, frozen, ranges
 from megatron_fcp.plan.route import RankRoute, make_route
@@ -22,6 +28,7 @@ from megatron_fcp.plan.sharding import batched, zigzag, zigzag_per_document
 from megatron_fcp.runtime import CompiledPlan, CompiledRoute
 
 LAYOUTS_KEPT = 32  # micro-batches in flight keep theirs alive by themselves
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,8 @@ class Boundaries:
         rows = cu_seqlens.cpu().numpy().astype(np.int64)
         if rows.ndim == 2:
             rows = rows + np.arange(rows.shape[0])[:, None] * seq_length
-        offsets = frozen(rows.reshape(-1))
+        offsets = rows.reshape(-1)
+        offsets = frozen(offsets[np.append(True, offsets[1:] != offsets[:-1])[: offsets.size]])  # Megatron pads rows
         if not offsets.size or offsets[0]:
             raise ValueError(f"cu_seqlens must begin with 0, got {offsets[:4].tolist()}...")
         num_tokens = -(-int(offsets[-1]) // seq_length) * seq_length
@@ -100,7 +108,7 @@ class Layout:
                 f"--seq-length {settings.seq_length}: a stream of {boundaries.num_tokens} tokens cannot be dealt "
                 f"evenly to --context-parallel-size {cp_size} ranks; use --seq-length {_nearest(settings)}"
             )
-        self.plan = make_plan(
+        self.plan: Plan | None = make_plan(
             np.diff(boundaries.offsets),
             starts=boundaries.offsets[:-1],
             cp_size=cp_size,
@@ -125,28 +133,51 @@ class Layout:
         """Digest of the plan, equal on all ranks of the group."""
         return self.rank_plan.digest
 
+    def derived(self) -> Layout:
+        """This layout, with all that layers will ask of it derived from the plan; needs no torch."""
+        for window in self._settings.windows:
+            self.rank_plan_for(window)
+        if not self._settings.resident:
+            _ = self._rank_route
+        return self
+
+    def rank_plan_for(self, window: int | None) -> RankPlan:
+        """What layers of this window execute; tokens lie where :attr:`rank_plan` has them."""
+        if window not in self._rank_plans:
+            assert self.plan is not None, f"layers of window {window} were not known when this layout was derived"
+            self._rank_plans[window] = with_window(self.plan, window, self._settings.config).rank_plan(self.rank)
+        return self._rank_plans[window]
+
+    def on_host(self) -> None:
+        """Build the index arrays of kernels and transfers on the host; what is left is to copy them to the device."""
+        for window in self._settings.windows:
+            self.compiled(_HOST, window)
+        if not self._settings.resident:
+            self.route(_HOST).reverse()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A derived layout needs the whole plan, by far its largest part, only to save it."""
+        return self.__dict__ if self._settings.save_plans else {**self.__dict__, "plan": None}
+
     @cached_property
     def _rank_route(self) -> RankRoute:
         padding = frozen(np.arange(self.boundaries.offsets[-1], self.boundaries.num_tokens))
         outside = megatron_sharding(self.boundaries, self._settings)
+        assert self.plan is not None, "a layout that has come from another process was not derived there"
         return make_route(outside, placed_tokens(self.plan), skipped=padding).rank_route(self.rank)
 
     def route(self, device: torch.device) -> CompiledRoute:
         """Reshuffle: the way from Megatron's sharding to FCP's placement, ready to run on ``device``."""
         if device not in self._routes:
-            self._routes[device] = CompiledRoute(self._rank_route, device)
+            host = self._routes.get(_HOST) or CompiledRoute(self._rank_route)
+            self._routes[device] = host if device == _HOST else host.to(device)
         return self._routes[device]
-
-    def rank_plan_for(self, window: int | None) -> RankPlan:
-        """What layers of this window execute; tokens lie where :attr:`rank_plan` has them."""
-        if window not in self._rank_plans:
-            self._rank_plans[window] = with_window(self.plan, window, self._settings.config).rank_plan(self.rank)
-        return self._rank_plans[window]
 
     def compiled(self, device: torch.device, window: int | None = None) -> CompiledPlan:
         """The plan for layers of a window (None: whole documents), ready to run on ``device``."""
         if (device, window) not in self._compiled:
-            self._compiled[device, window] = CompiledPlan(self.rank_plan_for(window), device)
+            host = self._compiled.get((_HOST, window)) or CompiledPlan(self.rank_plan_for(window))
+            self._compiled[device, window] = host if device == _HOST else host.to(device)
         return self._compiled[device, window]
 
     def index_on(self, device: torch.device) -> torch.Tensor:
@@ -164,26 +195,76 @@ class Layout:
 
 
 class LayoutCache:
-    """The layouts used last."""
+    """The layouts used last, and those on the way.
+
+    Attributes
+    ----------
+    waits : PlanWaits
+        What the training thread found when it asked.
+    worker : PlanWorker or None
+        Makes layouts ahead of need, once there is one.
+    settle : callable or None
+        Called before a layout that nobody announced is made here: what other ranks have announced is then known.
+    """
 
     def __init__(
         self, settings: Settings, capacity: int = LAYOUTS_KEPT, on_new: Callable[[Plan], None] | None = None
     ) -> None:
         self._settings, self._capacity, self._on_new = settings, capacity, on_new
         self._kept: OrderedDict[tuple[object, int], Layout] = OrderedDict()
+        self._coming: dict[tuple[object, int], Future[Layout | None]] = {}
+        self._lock = threading.Lock()  # announcements come in a thread
+        self.waits = PlanWaits()
+        self.worker: PlanWorker[Layout] | None = None
+        self.settle: Callable[[], object] | None = None
+
+    def expect(self, boundaries: Boundaries, rank: int) -> None:
+        """Have the layout of a coming batch made; returns at once, and never raises for what the boundaries say."""
+        key = (boundaries.key, rank)
+        with self._lock:
+            if self.worker is not None and key not in self._kept and key not in self._coming:
+                self._coming[key] = self.worker.submit(boundaries, rank)
 
     def get(self, boundaries: Boundaries, rank: int) -> Layout:
-        """Layout of ``boundaries`` for ``rank`` of the group."""
+        """Layout of ``boundaries`` for ``rank`` of the group; for the training thread alone."""
+        start = time.perf_counter()
         key = (boundaries.key, rank)
         if key in self._kept:
             self._kept.move_to_end(key)
-            return self._kept[key]
-        layout = self._kept[key] = Layout(boundaries, self._settings, rank)
-        if self._on_new is not None:
-            self._on_new(layout.plan)
-        if len(self._kept) > self._capacity:
-            self._kept.popitem(last=False)
+            self.waits.repeated += 1
+            layout = self._kept[key]
+        else:
+            layout = self._fetch(key) or self._plan(boundaries, rank)
+            with self._lock:
+                self._kept[key] = layout
+                self._coming.pop(key, None)  # announced while it was made here
+                if len(self._kept) > self._capacity:
+                    self._kept.popitem(last=False)
+            if self._on_new is not None and layout.plan is not None:
+                self._on_new(layout.plan)
+        self.waits.seconds += time.perf_counter() - start
         return layout
+
+    def _fetch(self, key: tuple[object, int]) -> Layout | None:
+        """A layout that was expected; None where it must be made here."""
+        with self._lock:
+            future = self._coming.pop(key, None)
+        ready = future is not None and future.done()
+        if future is None and self.settle is not None:
+            self.settle()
+            with self._lock:
+                future = self._coming.pop(key, None)
+        if future is None or self.worker is None:
+            return None
+        layout = self.worker.result(future)
+        if layout is not None:
+            self.waits.ready += ready
+            self.waits.waited += not ready
+        return layout
+
+    def _plan(self, boundaries: Boundaries, rank: int) -> Layout:
+        self.waits.planned += 1
+        return Layout(boundaries, self._settings, rank)
 
 
 def _nearest(settings: Settings) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fcp.integration import arguments, batch, loss, mtp, packed, rotary
+from megatron_fcp.integration import arguments, batch, look_ahead, loss, mtp, packed, rotary, timers
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -98,6 +98,27 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "cls", "sizes", "is_built_on_rank", "config"),
         "middle pipeline stages need the boundaries of every batch as well",
         batch.wrap_dataset_builder,
+    ),
+    Seam(
+        "megatron.training.training",
+        "build_train_valid_test_data_iterators",
+        ("build_train_valid_test_datasets_provider",),
+        "batches are read ahead so that their plans are ready in time",
+        look_ahead.wrap_build_iterators,
+    ),
+    Seam(
+        "megatron.core.timers",
+        "Timers.log",
+        ("self", "names", "rank", "normalizer", "reset", "barrier"),
+        "shows how long training waited for plans",
+        timers.wrap_timers_log,
+    ),
+    Seam(
+        "megatron.core.timers",
+        "Timers.write",
+        ("self", "names", "writer", "iteration", "normalizer", "reset", "barrier"),
+        "shows how long training waited for plans",
+        timers.wrap_timers_write,
     ),
     Seam(
         "megatron.core.utils",

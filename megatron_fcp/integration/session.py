@@ -6,7 +6,7 @@ and activation recomputation comes back to old ones.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from megatron_fcp.integration.layouts import LayoutCache
 from megatron_fcp.integration.record import PlanRecorder
 from megatron_fcp.integration.settings import Settings
 from megatron_fcp.runtime import Communicator
+
+if TYPE_CHECKING:
+    from megatron_fcp.integration.look_ahead import PlanAhead
 
 
 class Session:
@@ -23,7 +26,9 @@ class Session:
     ----------
     settings : Settings
     layouts : LayoutCache
-        Layouts of the batches seen lately.
+        Layouts of the batches seen lately, and of those to come.
+    ahead : PlanAhead or None
+        What plans ahead of need, once the data iterators are there.
     eod_token : int or None
         End-of-document token, once the data set's configuration has named it.
     attention_layers : int
@@ -34,6 +39,7 @@ class Session:
         self.settings = settings
         recorder = PlanRecorder(settings.save_plans) if settings.save_plans else None
         self.layouts = LayoutCache(settings, on_new=recorder.record if recorder else None)
+        self.ahead: PlanAhead | None = None
         self.eod_token: int | None = None
         self.attention_layers = 0
         self._communicators: dict[Any, Communicator] = {}
@@ -64,6 +70,8 @@ def begin(settings: Settings) -> Session:
 def end() -> None:
     """Forget the current session."""
     global _current
+    if _current is not None and _current.ahead is not None:
+        _current.ahead.close()
     _current = None
 
 

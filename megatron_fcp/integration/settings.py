@@ -12,6 +12,7 @@ from megatron_fcp.integration.windows import model_windows
 from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.simulate.hardware import AttentionShape, load_hardware
 
+PLAN_AHEAD = 2  # micro-batches; one would do but for batches that are quickly through
 Documents = Literal["none", "packed", "eod"]
 Sharding = Literal["sequence", "document"]
 
@@ -38,6 +39,8 @@ class Settings:
         prediction would cross the boundaries that end-of-document tokens mark.
     windows : tuple of int or None
         Windows of the model's layers, each once (None: whole documents), first the one that tokens are placed for.
+    plan_ahead : int
+        Micro-batches that are read before they are needed, so that their plans are ready then; 0: none.
     """
 
     config: FcpConfig
@@ -48,6 +51,7 @@ class Settings:
     own_attention: bool
     hardware: CostModel | None = None
     save_plans: str | None = None
+    plan_ahead: int = 0
     windows: tuple[int | None, ...] = (None,)
 
     @property
@@ -119,6 +123,29 @@ def documents_of(args: Namespace) -> Documents:
     return "eod" if args.reset_attention_mask else "none"
 
 
+def plan_ahead_of(args: Namespace) -> int:
+    """Micro-batches to read ahead on a command line.
+
+    Raises
+    ------
+    ValueError
+        For a negative number, or where the state of the data loader is saved and would be ahead of training.
+    """
+    given = args.fcp_plan_ahead
+    if given is not None and given < 0:
+        raise ValueError(f"--fcp-plan-ahead {given} must be at least 0 micro-batches")
+    if documents_of(args) == "none":
+        return 0  # every batch has the same boundaries, hence one plan
+    if args.dataloader_type != "external":
+        return PLAN_AHEAD if given is None else given
+    if given and getattr(args, "dataloader_save", None):
+        raise ValueError(
+            f"--fcp-plan-ahead {given} cannot be combined with --dataloader-save: the saved state of an external data "
+            "loader would be past batches that were not trained on; drop --fcp-plan-ahead"
+        )
+    return given or 0  # whether it may be read before its batches are needed is for its owner to say
+
+
 def settings_from_args(args: Namespace) -> Settings:
     """Settings of a command line that asks for FCP.
 
@@ -144,5 +171,6 @@ def settings_from_args(args: Namespace) -> Settings:
         own_attention=args.context_parallel_size > 1 or no_other or rolls,
         hardware=hardware,
         save_plans=args.fcp_save_plans if args.rank == 0 else None,
+        plan_ahead=plan_ahead_of(args),
         windows=windows,
     )

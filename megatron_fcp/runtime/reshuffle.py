@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_fcp.plan.arrays import IntArray
 from megatron_fcp.plan.route import RankRoute
+from megatron_fcp.runtime.compiled import upload
 from megatron_fcp.runtime.transport import Message, Pending, Transport
 
 
@@ -36,9 +37,20 @@ class CompiledRoute:
     def reverse(self) -> CompiledRoute:
         """The way back; its own reverse is this route."""
         if self._back is None:
-            self._back = CompiledRoute(self.route.reverse(), self.device)
-            self._back._back = self
+            back = self._back = object.__new__(CompiledRoute)
+            back.route, back.device, back._back = self.route.reverse(), self.device, self
+            back.stay_source, back.stay_destination = self.stay_destination, self.stay_source
+            back.send_index, back.recv_index = self.recv_index, self.send_index
         return self._back
+
+    def to(self, device: torch.device | str) -> CompiledRoute:
+        """This route on another device; its index arrays go there in one copy."""
+        other = object.__new__(CompiledRoute)
+        other.route, other.device, other._back = self.route, torch.device(device), None
+        mine = (self.stay_source, self.stay_destination, *self.send_index, *self.recv_index)
+        other.stay_source, other.stay_destination, *rounds = upload(mine, device)
+        other.send_index, other.recv_index = rounds[: len(self.send_index)], rounds[len(self.send_index) :]
+        return other
 
 
 def reshuffle(
