@@ -70,6 +70,11 @@ def refused(args: Namespace) -> Iterator[str]:
     release = f"--context-parallel-backend fcp on megatron-core {version()[0]}"
     if getattr(args, "fcp_plan_ahead", 0) and not hands_on_boundaries():
         yield f"--fcp-plan-ahead {args.fcp_plan_ahead} needs megatron-core 0.19 or newer; drop it on {version()[0]}"
+    if pattern := getattr(args, "hybrid_override_pattern", None):
+        yield (
+            f"--hybrid-override-pattern {pattern} cannot be combined with {release}: the specs of hybrid models name "
+            "Transformer Engine's attention directly; use --context-parallel-backend native for hybrid models"
+        )
     stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     if args.reset_attention_mask and not args.sft and not hands_on_boundaries() and (stages > 2 or virtual):
         flag = f"--pipeline-model-parallel-size {stages}" if stages > 2 else "virtual pipeline stages"

@@ -54,6 +54,11 @@ def refusals_of(case: tuple[str, dict[str, Any]]) -> list[str]:
         ("0.17", VIRTUAL, ("virtual pipeline stages", "--reset-attention-mask", "0.17", "megatron-core 0.19")),
         ("0.18", {"fcp_plan_ahead": 2}, ("--fcp-plan-ahead 2", "0.19", "drop it")),
         ("0.17", {"sft": True, "tensor_model_parallel_size": 2}, ("--tensor-model-parallel-size 2", "--sft", "0.18")),
+        (
+            "0.16",
+            {"hybrid_override_pattern": "M*"},
+            ("--hybrid-override-pattern M*", "use --context-parallel"),
+        ),
         ("0.16", {"sft": True}, ("--sft", "0.16", "megatron-core 0.17 or newer")),
     ],
 )
@@ -124,6 +129,14 @@ def _seam_check(version: str, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.nightly(seconds=15)
+def test_a_release_without_the_training_loop_is_refused(tmp_path: Path) -> None:
+    """The wheel of 0.16 has no ``megatron.training``: that comes with a checkout, before it on the path."""
+    message = _seam_check("0.16.1", tmp_path)
+    assert "megatron-core 0.16.1 is not as megatron_fcp expects" in message
+    assert "megatron.training.arguments.add_megatron_arguments is not there" in message
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,22 @@ def test_boundaries_of_the_index_equal_those_of_the_tokens(checkout: Checkout, l
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_conversations_equal_one_rank(checkout: Checkout, layout: str) -> None:
+    if checkout.release < (0, 18):
+        pytest.skip("refused on 0.16; not tried on 0.17, whose test tokenizer has no padding token")
+    sft = {
+        "sft": True,
+        "data_path": "generated",
+        "null_tokenizer_pad_id": 300,
+        "no_create_attention_mask_in_dataloader": True,
+    }
+    before = (*REGISTER, "test_fcp_documents:converse")
+    runs = checkout.runs
+    alone = runs(context_parallel_backend="fcp", before=before, **sft)
+    assert_equal(runs(2, before=before, **fcp(layout), **sft), alone)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_latent_attention_equals_one_rank(checkout: Checkout, layout: str) -> None:
     if checkout.release < (0, 19):
         pytest.skip("MLA was tried with 0.19 and newer")
@@ -129,6 +145,17 @@ def test_middle_stages_without_data_are_refused(checkout: Checkout) -> None:
         pytest.skip("middle stages read data from 0.19 on")
     with pytest.raises(JobError, match=r"--pipeline-model-parallel-size 3 cannot be combined with"):
         checkout.train(6, {"num_layers": 3}, **fcp("resident"), pipeline_model_parallel_size=3, **EOD)
+
+
+def test_hybrid_models_are_refused_at_argument_time(checkout: Checkout) -> None:
+    """Their layers need Transformer Engine and Mamba's kernels, and name their attention without asking a backend."""
+    flag = "hybrid_override_pattern" if checkout.release == (0, 16) else "hybrid_layer_pattern"
+    scripts = [name for name in ("pretrain_hybrid.py", "pretrain_mamba.py") if (checkout.path / name).exists()]
+    assert scripts
+    for name in scripts:
+        argv = tiny_model_args(**{**checkout.model, **fcp("reshuffle"), flag: "M*"})
+        with pytest.raises(AssertionError, match=f"--{flag.replace('_', '-')} M\\* cannot be combined with"):
+            launch(checkout.path / name, 2, argv)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -149,7 +176,7 @@ def launch(script: Path, ranks: int, argv: list[str]) -> list[float]:
     command = [*torchrun, "-m", "megatron_fcp.run", "--fcp-platform", "cpu", str(script), *argv]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-9000:]
     return [float(value) for value in re.findall(r"lm loss: (\S+)", done.stdout)]
 
 
