@@ -1,4 +1,4 @@
-"""ROOM 3: FCP inside megatron-core 0.19. The only room that imports Megatron, and none of it at import.
+"""ROOM 3: FCP inside megatron-core 0.16 to 0.20. The only room that imports Megatron, and none of it at import.
 
 ::
 

@@ -66,10 +66,15 @@ def _has(module: str, attribute: str) -> bool:
 
 
 def refused(args: Namespace) -> Iterator[str]:
-    """Error texts for what FCP does with later releases only."""
+    """Error texts for what FCP does with later releases only, and for flags that only some releases have."""
     release = f"--context-parallel-backend fcp on megatron-core {version()[0]}"
     if getattr(args, "fcp_plan_ahead", 0) and not hands_on_boundaries():
         yield f"--fcp-plan-ahead {args.fcp_plan_ahead} needs megatron-core 0.19 or newer; drop it on {version()[0]}"
+    if getattr(args, "mtp_hsm", False):
+        yield (
+            f"--mtp-hsm cannot be combined with {release}: it rolls hidden states by Megatron's own sharding; leave it "
+            "off, or train this model with --context-parallel-backend native"
+        )
     if pattern := getattr(args, "hybrid_override_pattern", None):
         yield (
             f"--hybrid-override-pattern {pattern} cannot be combined with {release}: the specs of hybrid models name "

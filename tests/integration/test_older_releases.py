@@ -59,6 +59,7 @@ def refusals_of(case: tuple[str, dict[str, Any]]) -> list[str]:
             {"hybrid_override_pattern": "M*"},
             ("--hybrid-override-pattern M*", "use --context-parallel"),
         ),
+        ("0.20", {"mtp_hsm": True}, ("--mtp-hsm", "0.20", "leave it off")),
         ("0.16", {"sft": True}, ("--sft", "0.16", "megatron-core 0.17 or newer")),
     ],
 )
