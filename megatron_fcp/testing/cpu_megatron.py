@@ -152,6 +152,14 @@ def _supply_zigzag_indices() -> None:
         utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
 
 
+def _know_no_inference_layers() -> None:
+    from megatron.core.transformer import multi_token_prediction
+
+    module: Any = multi_token_prediction
+    if hasattr(module, "is_inference_column_parallel_linear"):
+        module.is_inference_column_parallel_linear = lambda layer: False
+
+
 def _fork_the_checkpoint_queue() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -252,6 +260,13 @@ GAPS: tuple[Gap, ...] = (
         "megatron/core/utils.py _get_batch_on_this_cp_rank_per_document_balancing",
         "packed batches under context parallelism ask Transformer Engine for the indices of a rank's chunks",
         _supply_zigzag_indices,
+    ),
+    Gap(
+        "inference layers",
+        "megatron/core/tensor_parallel/inference_layers.py is_inference_column_parallel_linear",
+        "multi-token prediction of 0.20 asks whether a layer is one of two kinds that do not exist without Transformer "
+        "Engine, which isinstance() refuses",
+        _know_no_inference_layers,
     ),
     Gap(
         "checkpoint queue",

@@ -254,9 +254,12 @@ class TrainingLoop:
     megatron : path, optional
         A checkout of Megatron-LM: its ``megatron`` is trained with, by its ``pretrain_gpt.py``. Default: the installed
         one, by ``examples/pretrain_gpt.py``.
+    before : sequence of str, optional
+        Called in every rank of every job, ahead of the job's own ``before``.
     """
 
-    def __init__(self, directory: str | Path, megatron: str | Path | None = None) -> None:
+    def __init__(self, directory: str | Path, megatron: str | Path | None = None, before: Sequence[str] = ()) -> None:
+        self._before = tuple(before)
         self._directory = Path(directory)
         self._checkpoints: dict[str, Path] = {}
         self._corpora: dict[tuple[bool, int], CorpusSummary] = {}
@@ -282,7 +285,7 @@ class TrainingLoop:
         JobError
             When a rank failed or stalled: names what each rank was doing.
         """
-        job = dataclasses.replace(job, script=job.script or self._script)
+        job = dataclasses.replace(job, script=job.script or self._script, before=(*self._before, *job.before))
         port = _free_port()
         arguments = [(job, rank, port) for rank in range(job.world_size)]
         outcomes = self._pool.run(

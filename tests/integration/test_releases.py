@@ -61,14 +61,14 @@ class Checkout:
 
     def train(self, world_size: int = 1, model: dict[str, Any] | None = None, **flags: Any) -> TrainingResult:
         """Train with FCP registered by ``megatron_fcp.register()``."""
-        return self.runs(world_size, {**self.model, **(model or {})}, before=REGISTER, **flags)
+        return self.runs(world_size, {**self.model, **(model or {})}, **flags)
 
 
 @pytest.fixture(scope="module")
 def checkout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
     path = Path(request.param).resolve()
     major, minor = apply.release_of(path).split(".")
-    with TrainingLoop(tmp_path_factory.mktemp("checkout"), path) as loop:
+    with TrainingLoop(tmp_path_factory.mktemp("checkout"), path, before=REGISTER) as loop:
         yield Checkout(path, (int(major), int(minor)), Runs(loop))
 
 
@@ -129,7 +129,7 @@ def test_packed_conversations_equal_one_rank(checkout: Checkout, layout: str) ->
         "null_tokenizer_pad_id": 300,
         "no_create_attention_mask_in_dataloader": True,
     }
-    before = (*REGISTER, "test_fcp_documents:converse")
+    before = ("test_fcp_documents:converse",)
     runs = checkout.runs
     alone = runs(context_parallel_backend="fcp", before=before, **sft)
     assert_equal(runs(2, before=before, **fcp(layout), **sft), alone)
