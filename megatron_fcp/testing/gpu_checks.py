@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,11 @@ WORK: dict[str, tuple[int, int, bool, Items]] = {
     "blocks": (1500, 2048, False, [(0, 300, 0, 1024), (300, 301, 1024, 1500), (400, 1500, 1500, 2048)]),
     "shared keys": (900, 1200, False, [(0, 200, 0, 512), (200, 333, 0, 1000), (500, 900, 0, 1200)]),
     "long": (4096, 16384, False, [(0, 4096, 0, 16384)]),
+    "window": (1700, 1700, True, [(0, 1, 0, 1), (1, 78, 1, 78), (100, 612, 100, 612), (700, 1700, 700, 1700)]),
+    "edge of a window": (1500, 2048, False, [(0, 300, 0, 300), (300, 301, 300, 1024), (400, 1500, 600, 2048)]),
 }
+# What sets the mask of some of them apart.
+MASKS: dict[str, dict[str, Any]] = {"window": {"window": 200}, "edge of a window": {"anticausal": True}}
 
 
 def adapters(heads: Heads, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Kernel | str]:
@@ -60,11 +65,11 @@ def adapters(heads: Heads, device: torch.device, dtype: torch.dtype = torch.bflo
     return {k.name: k.refusal(request) or k for k in KERNELS if not k.name.startswith(("reference", "torch-cpu"))}
 
 
-def work_list(items: Items, causal: bool, kv_tokens: int, device: torch.device) -> WorkList:
-    """A work list of one stage."""
+def work_list(items: Items, causal: bool, kv_tokens: int, device: torch.device, **mask: Any) -> WorkList:
+    """A work list of one stage; ``mask`` as in :data:`MASKS`."""
     none = frozen(np.zeros(0, dtype=np.int64))
     q_start, q_stop, kv_start, kv_stop = (frozen(column) for column in zip(*items))
-    stage = StageWork(q_start, q_stop, kv_start, kv_stop, causal, kv_tokens, none, none)
+    stage = StageWork(q_start, q_stop, kv_start, kv_stop, causal, kv_tokens, none, none, **mask)
     return WorkList.from_stage(stage, device)
 
 
@@ -76,7 +81,7 @@ def kernel_errors(
     NaN fills whatever no item owns, before and after: it must neither be read nor left behind.
     """
     num_q, num_kv, causal, items = WORK[work]
-    listed = work_list(items, causal, num_kv, device)
+    listed = work_list(items, causal, num_kv, device, **MASKS.get(work, {}))
     generator = torch.Generator(device).manual_seed(0)
     sizes = (
         (num_q, heads.num_heads, heads.head_dim_qk),

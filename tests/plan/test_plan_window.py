@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fcp.cli import main
 from megatron_fcp.config import FcpConfig
 from megatron_fcp.plan import Plan, make_plan, with_window
 from megatron_fcp.plan.blocks import build_block_table
@@ -250,3 +251,25 @@ def test_the_simulator_says_that_it_cannot() -> None:
         plan_program(plan, case)
     with pytest.raises(ValueError, match="plans for a window cannot be priced yet, this one's is 5"):
         price_plan(plan, PRESETS["flat5920"].cost())
+
+
+def test_the_command_takes_a_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lengths").write_text("30\n9\n")
+    argv = ["plan", "--lengths", str(tmp_path / "lengths"), "--cp-size", "4", "--tokens-per-rank", "16"]
+    argv += ["--block-size", "4", "--window", "6"]
+    assert main([*argv, "--out", str(tmp_path / "plan.json")]) == 0
+    assert "causal mask, window 6" in capsys.readouterr().out
+    want = make_plan([30, 9], cp_size=4, tokens_per_rank=16, config=FcpConfig(block_size=BLOCK), window=6)
+    assert read_plan(tmp_path / "plan.json").digest == want.digest
+    assert main(["plan", "--plan", str(tmp_path / "plan.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["window"] == 6
+    for bad, message in (
+        ([*argv, "--mask", "full"], "--window 6 looks back from a query; leave out --mask full"),
+        ([*argv[:-1], "-1"], "argument --window: must be an integer from 0"),
+    ):
+        try:
+            status = main(bad)
+        except SystemExit as stop:
+            status = stop.code
+        assert status == 2
+        assert message in capsys.readouterr().err

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.runtime
 CPU, SMALL = torch.device("cpu"), Heads(2, 1, 8, 8)
 
 
-@pytest.mark.parametrize("work", ["documents", "shared keys"])
+@pytest.mark.parametrize("work", ["documents", "shared keys", "window", "edge of a window"])
 def test_a_right_kernel_passes(work: str) -> None:
     kernel = TorchCudaFlash(*aten_stand_in())
     errors = kernel_errors(kernel, SMALL, work, CPU)
