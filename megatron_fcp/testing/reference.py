@@ -88,4 +88,4 @@ def dense_attention(
         dsink += lost
         for grad, part in zip(grads, parts):
             grad[rows] = part
-    return AttentionResult(out, *grads, None if sink is None else dsink)
+    return AttentionResult(out, *grads, dsink=None if sink is None else dsink)
