@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         if reason is None:
             result = _forecast(arguments, job)
             if not result.fits:
-                problems.append(_too_large(result))
+                problems.append(_too_large(job, result))
                 splits = splits_that_fit(job, result.case)
             elif result.memory.total > HEADROOM * result.case.hardware.memory_bytes:
                 notes.append(
@@ -138,12 +138,13 @@ def _forecast(arguments: argparse.Namespace, job: Job) -> Forecast:
         return forecast(job, case, step=step)
 
 
-def _too_large(result: Forecast) -> str:
+def _too_large(job: Job, result: Forecast) -> str:
     memory, have = result.memory, result.case.hardware.memory_bytes
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     return (
         f"memory: a GPU needs {memory.total / 1e9:.1f} GB, {(memory.total - have) / 1e9:.1f} GB more than the "
-        f"{have / 1e9:.0f} GB of {result.case.hardware.name}; split further, or pass --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1"
+        f"{have / 1e9:.0f} GB of {result.case.hardware.name}; split the model or the sequence further"
+        + ("" if job.parallel.recompute else f", or pass {recompute}")
     )
 
 

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from megatron_fcp.config import FcpConfig
@@ -50,29 +50,36 @@ def check_command_line(
     os.environ.update({"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0", **(environment or {})})
     sys.argv = ["pretrain", *argv]
     said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            args = arguments.parse_args()
-    except SystemExit:
-        line = next((line for line in reversed(said.getvalue().splitlines()) if "error: " in line), "error: no reason")
-        return None, [("parser", line.partition("error: ")[2])]
-    except Exception as error:  # whatever a checker raises is its verdict
-        return None, [("parser", _text(error))]
     problems: list[Problem] = []
-    try:
+
+    def quietly(call: Callable[[], Namespace]) -> Namespace:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            args = inspect.unwrap(arguments.validate_args)(args)  # without what begins a session
+            return call()
+
+    try:
+        args = quietly(arguments.parse_args)
+    except (Exception, SystemExit) as error:  # whatever a checker raises is its verdict
+        problems.append(("parser", _said(error, said)))
+        try:  # what it does not know may hide more
+            args = quietly(lambda: arguments.parse_args(ignore_unknown_args=True))
+        except (Exception, SystemExit):
+            return None, problems
+    try:
+        validate = inspect.unwrap(arguments.validate_args)  # without what begins a session
+        args = quietly(lambda: validate(args))
     except (Exception, SystemExit) as error:
-        last = said.getvalue().strip().splitlines()
-        problems.append(("megatron", _text(error) or (last[-1] if last else "")))
+        problems.append(("megatron", _said(error, said)))
     if args.context_parallel_backend == "fcp":
         problems.extend(("fcp", text) for text in _fcp_problems(args))
     return args, problems
 
 
-def _text(error: BaseException) -> str:
-    text = str(error).strip()
-    return text or ("" if isinstance(error, SystemExit) else type(error).__name__)
+def _said(error: BaseException, output: io.StringIO) -> str:
+    """An error's text; for one that only ends the process, what was printed last."""
+    if not isinstance(error, SystemExit):
+        return str(error).strip() or type(error).__name__
+    lines = output.getvalue().strip().splitlines() or ["it ended without a word"]
+    return lines[-1].partition("error: ")[2] or lines[-1]
 
 
 def _fcp_problems(args: Namespace) -> Iterator[str]:

@@ -30,6 +30,7 @@ NEEDED += ["llama3-8b-128k", "llama3-405b", "qwen3-30b-a3b"]
 
 def checked(requests: list[tuple[list[str], int, dict[str, str]]]) -> list[dict[str, Any]]:
     """Runs in a rank: what Megatron and FCP say to command lines, and Megatron's own memory figures."""
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
     from megatron.training import theoretical_memory_usage as theory
 
     from megatron_fcp.integration.preflight import check_command_line
@@ -39,7 +40,7 @@ def checked(requests: list[tuple[list[str], int, dict[str, str]]]) -> list[dict[
         args, problems = check_command_line(argv, world_size, environment)
         entry: dict[str, Any] = {"problems": problems}
         if args is not None and not problems:
-            args.padded_vocab_size = args.vocab_size  # that of the configs divides evenly
+            args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, args, logging_enabled=False)
             entry["data"] = args.data_parallel_size
             entry["layers"] = args.num_layers, args.virtual_pipeline_model_parallel_size
             # Megatron's report forgets that the distributed optimizer spreads over context-parallel ranks as well.
@@ -86,7 +87,8 @@ def test_refusals_come_together_with_flag_and_remedy(training_loop: TrainingLoop
     launch = read_launch_config(ROOT / "configs" / "llama3-8b-128k-32gpu.yaml")
     cases: list[tuple[str, list[tuple[str, str]]]] = [
         ("--attention-backend flash --qk-clip", [("fcp", "--attention-backend flash"), ("fcp", "--qk-clip")]),
-        ("--no-such-flag", [("parser", "unrecognized arguments: --no-such-flag")]),
+        ("--no-such-flag --qk-clip", [("parser", "unrecognized arguments: --no-such-flag"), ("fcp", "--qk-clip")]),
+        ("--num-layers many", [("parser", "--num-layers: invalid int value: 'many'")]),
         ("--fcp-block-size 3000", [("fcp", "--fcp-block-size 3000 does not divide the 8192 tokens")]),
         # Megatron stops at its first complaint; what FCP has to say comes with it.
         ("--context-parallel-size 5 --cp-comm-type a2a", [("megatron", "world size"), ("fcp", "--cp-comm-type a2a")]),
