@@ -91,6 +91,15 @@ def comm_type(args: Namespace) -> object | None:
     return " ".join(args.cp_comm_type) if list(args.cp_comm_type) != ["p2p"] else None
 
 
+def offloaded_attention(args: Namespace) -> object | None:
+    return "core_attn" if args.fine_grained_activation_offloading and "core_attn" in args.offload_modules else None
+
+
+def sinkhorn(args: Namespace) -> object | None:
+    kinds = args.moe_router_load_balancing_type
+    return "sinkhorn" if args.num_experts and "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]) else None
+
+
 def sequence_aux_loss(args: Namespace) -> object | None:
     kinds = args.moe_router_load_balancing_type
     chosen = kinds if isinstance(kinds, list) else [kinds]

@@ -225,7 +225,7 @@ def _recompute_without_fp8() -> None:
     if not hasattr(random, "FP8GlobalStateManager"):
         names: Any = random
         names.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
-        names.fp8_autocast = lambda **unused: contextlib.nullcontext()
+        names.fp8_autocast = names.activation_recompute_forward = lambda **unused: contextlib.nullcontext()
 
 
 GAPS: tuple[Gap, ...] = (
