@@ -146,6 +146,8 @@ def check_batch(batch: Batch, run: Session) -> None:
 def take_share(batch: Batch, run: Session) -> Batch:
     """Keep the tokens that the layout of a batch gives to this context-parallel rank."""
     check_batch(batch, run)
+    if all(batch.get(key) is None for key in SEQUENCE_KEYS):
+        return batch  # boundaries alone, as on a middle pipeline stage
     layout = run.layouts.get(_boundaries(batch, run), session.cp_group().rank())
     return take_tokens(batch, layout, run.settings.seq_length)
 
@@ -182,9 +184,10 @@ def take_tokens(batch: Batch, layout: Layout, seq_length: int) -> Batch:
 
 def check_same_batch(batch: Batch, run: Session, cp_group: torch.distributed.ProcessGroup) -> None:
     """Raise on all ranks of ``cp_group``, naming those that differ, unless all were given the same batch."""
-    if run.settings.cp_size == 1:
+    values = [batch[key] for key in SEQUENCE_KEYS if batch.get(key) is not None]
+    if run.settings.cp_size == 1 or not values:
         return
-    marks = torch.stack([fingerprint(batch[key]) for key in SEQUENCE_KEYS if batch.get(key) is not None])
+    marks = torch.stack([fingerprint(value) for value in values])
     digest = "".join(f"{mark % 2**64:016x}" for mark in marks.tolist())  # one trip to the host
     run.communicator(cp_group).agree(digest, "the tokens of a batch")
 

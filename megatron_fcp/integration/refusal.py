@@ -121,3 +121,15 @@ def fused_rope(args: Namespace) -> object | None:
 def mla_fused_rope(args: Namespace) -> object | None:
     per_token = args.fcp_layout == "resident" or documents_of(args) != "none"
     return True if args.multi_latent_attention and args.apply_rope_fusion and per_token else None
+
+
+def without_attention(args: Namespace) -> object | None:
+    """The layer pattern of a hybrid model that has neither self-attention (*) nor MLA (+): nothing for FCP to do."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    return pattern if pattern and not set("*+") & set(pattern) else None
+
+
+def sparse_attention(args: Namespace) -> object | None:
+    """The layer pattern of a hybrid model with layers of sparse attention (D)."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    return pattern if pattern and "D" in pattern else None

@@ -25,8 +25,10 @@ from megatron_fcp.integration.refusal import (
     offloaded_attention,
     sequence_aux_loss,
     sinkhorn,
+    sparse_attention,
     unless,
     with_documents,
+    without_attention,
 )
 from megatron_fcp.integration.windows import window_problem
 
@@ -94,10 +96,33 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--hybrid-layer-pattern",
-        is_set("hybrid_layer_pattern"),
-        "the specs of hybrid models name Transformer Engine's attention directly",
-        "use --context-parallel-backend native for hybrid models",
+        in_resident(is_set("hybrid_layer_pattern")),
+        "Mamba layers undo the zig-zag order of Megatron's own sharding",
+        _RESHUFFLE,
+        RESIDENT,
         row="Models: hybrid (Mamba)",
+    ),
+    Refusal(
+        "--hybrid-layer-pattern",
+        with_documents(is_set("hybrid_layer_pattern")),
+        "Mamba layers undo a zig-zag inside every document, and the data loader cuts whole samples",
+        "train on whole samples",
+        _DOCUMENTS,
+        row="Models: hybrid (Mamba), documents",
+    ),
+    Refusal(
+        "--hybrid-layer-pattern",
+        without_attention,
+        "the model has no attention layers (* or +)",
+        "use --context-parallel-backend native",
+        row="Models: Mamba without attention",
+    ),
+    Refusal(
+        "--hybrid-layer-pattern",
+        sparse_attention,
+        "sparse attention (D) chooses keys over the whole sequence",
+        f"use full attention (*), {_NATIVE}",
+        row="Models: hybrid with sparse attention",
     ),
     Refusal(
         "--heterogeneous-layers-config-path",

@@ -6,7 +6,7 @@ asked in :mod:`megatron_fcp.integration.features`. A place is one of its known f
 
 from __future__ import annotations
 
-from megatron_fcp.integration import batch, batch_older, mtp, packed
+from megatron_fcp.integration import batch, batch_older, hybrid, mtp, packed
 from megatron_fcp.integration.seams import Seam
 
 # megatron-core releases whose seams are known and were trained with; 0.20 is Megatron-LM's main branch.
@@ -134,5 +134,15 @@ SOME_RELEASES: tuple[Seam, ...] = (
         ("batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", "cp_rank"),
         "which tokens of a packed batch a rank holds",
         batch_older.wrap_get_thd_batch_on_this_cp_rank,
+    ),
+    Seam(  # from 0.19 on
+        "megatron.core.models.hybrid.hybrid_block",
+        "HybridStack.__init__",
+        (
+            *("self", "config", "submodules", "pre_process", "layer_type_list", "pp_layer_offset", "post_layer_norm"),
+            *("post_process", "device", "dtype", "pg_collection", "is_mtp_layer", "name"),
+        ),
+        "the specs of hybrid models name an attention module directly",
+        hybrid.wrap_stack_init,
     ),
 )

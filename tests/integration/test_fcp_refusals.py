@@ -64,9 +64,29 @@ CASES = [
     case("Attention: Kitchen's", {"use_kitchen_attention": True}, "--use-kitchen-attention "),
     case(
         "Models: hybrid (Mamba)",
-        {"hybrid_layer_pattern": "M*M*"},
+        {"hybrid_layer_pattern": "M*M*", **RESIDENT},
         "--hybrid-layer-pattern M*M*",
-        "native for hybrid models",
+        "--fcp-layout resident",
+        "--fcp-layout reshuffle",
+        layout="resident",
+    ),
+    case(
+        "Models: hybrid (Mamba), documents",
+        {"hybrid_layer_pattern": "M*M-", "reset_attention_mask": True},
+        "--hybrid-layer-pattern M*M-",
+        "train on whole samples",
+    ),
+    case(
+        "Models: Mamba without attention",
+        {"hybrid_layer_pattern": "MM-"},
+        "--hybrid-layer-pattern MM-",
+        "--context-parallel-backend native",
+    ),
+    case(
+        "Models: hybrid with sparse attention",
+        {"hybrid_layer_pattern": "M*D-"},
+        "--hybrid-layer-pattern M*D-",
+        "use full attention (*)",
     ),
     case(
         "Models: heterogeneous layers",

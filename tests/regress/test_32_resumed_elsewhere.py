@@ -1,4 +1,8 @@
-"""Checkpoints go from Megatron's own backend to FCP and back, and a resumed run goes on as if never interrupted."""
+"""Checkpoints of one context-parallel size or backend do not resume with another, or not where training stopped.
+
+Here they go from Megatron's own backend to FCP and back, and every run goes on as if never interrupted.
+https://github.com/NVIDIA/Megatron-LM/issues/4828, https://github.com/NVIDIA/Megatron-LM/issues/6858
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fcp_runs import Runs, fcp
+from fcp_runs import LAYOUTS, Runs, fcp
 
 from megatron_fcp.testing.loop import TrainingResult
 
 pytestmark = pytest.mark.megatron
 
 NATIVE_CP = "megatron_fcp.testing.native_cp:install"
-WATCH = "test_fcp_checkpoints:watch_random_numbers"
+WATCH = "test_32_resumed_elsewhere:watch_random_numbers"
 # A learning rate that differs at every step, and six steps in three runs of two.
 SCHEDULE: dict[str, Any] = {
     "lr_decay_style": "cosine",
@@ -109,32 +113,48 @@ def test_native_context_parallelism_of_the_tests_equals_one_rank(runs: Runs, uni
     assert whole.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
 
 
-CHAINS: dict[str, list[dict[str, Any]]] = {
-    "native cp 2, resident cp 4, native cp 1": [native(2), with_fcp("resident", 4), native(1)],
-    "reshuffle cp 4, resident cp 2, native cp 2": [with_fcp("reshuffle", 4), with_fcp("resident", 2), native(2)],
-}
-
-
+QUICK = {("reshuffle", "distributed optimizer"), ("resident", "plain optimizer")}
 CASES = [
-    pytest.param(chain, optimizer, marks=() if number in (0, 3) else pytest.mark.nightly, id=f"{chain}, {optimizer}")
-    for number, (chain, optimizer) in enumerate((chain, optimizer) for optimizer in OPTIMIZERS for chain in CHAINS)
+    pytest.param(
+        layout,
+        optimizer,
+        marks=() if (layout, optimizer) in QUICK else pytest.mark.nightly(seconds=9),
+        id=f"{layout}, {optimizer}",
+    )
+    for layout in LAYOUTS
+    for optimizer in OPTIMIZERS
 ]
 
 
-@pytest.mark.parametrize(("chain", "optimizer"), CASES)
-def test_every_backend_goes_on_where_another_stopped(
-    runs: Runs, uninterrupted: TrainingResult, tmp_path: Path, chain: str, optimizer: str
+@pytest.mark.feature("Checkpoints: {optimizer}; Megatron's own cp 2, then FCP at cp 4, then Megatron's own cp 1")
+@pytest.mark.parametrize(("layout", "optimizer"), CASES)
+def test_resumed_with_fcp_and_back(
+    runs: Runs, uninterrupted: TrainingResult, tmp_path: Path, layout: str, optimizer: str
 ) -> None:
-    """The four nightly cases take about 12 s each on an idle machine of two cores."""
-    folders = [tmp_path / str(number) for number in range(3)]
+    check_chain(runs, uninterrupted, tmp_path, [native(2), with_fcp(layout, 4), native(1)], OPTIMIZERS[optimizer])
+
+
+@pytest.mark.nightly(seconds=9)
+@pytest.mark.feature("Checkpoints: resumed in the other layout and at another cp size", layout="both")
+def test_resumed_in_the_other_layout(runs: Runs, uninterrupted: TrainingResult, tmp_path: Path) -> None:
+    """A checkpoint knows nothing of layouts, so there is nothing to refuse."""
+    chain = [with_fcp("reshuffle", 4), with_fcp("resident", 2), native(2)]
+    check_chain(runs, uninterrupted, tmp_path, chain, OPTIMIZERS["distributed optimizer"])
+
+
+def check_chain(
+    runs: Runs, uninterrupted: TrainingResult, folder: Path, chain: list[dict[str, Any]], optimizer: dict[str, Any]
+) -> None:
+    """Two steps each, one run after the other from the checkpoint of the one before."""
+    folders = [folder / str(number) for number in range(3)]
     losses: list[float] = []
     held: list[dict[str, Any]] = []
     previous: TrainingResult | None = None
-    for number, flags in enumerate(CHAINS[chain]):
+    for number, flags in enumerate(chain):
         done = 2 * number
         files: dict[str, Any] = {"save": folders[number], "save_interval": 2, "exit_interval": 2}
         files["load"] = folders[number - 1] if number else None
-        result = runs(flags.get("context_parallel_size", 1), **SCHEDULE, **OPTIMIZERS[optimizer], **flags, **files)
+        result = runs(flags.get("context_parallel_size", 1), **SCHEDULE, **optimizer, **flags, **files)
         assert len(result.losses) == 2
         losses += result.losses
         assert logged(result, "consumed samples") == [str(2 * (done + 1)), str(2 * (done + 2))]
