@@ -1,8 +1,8 @@
 """Which layers see whole documents and which a window, as Megatron's flags say it.
 
-Placement is a batch's, windows are a layer's. Where any layer sees whole documents, tokens are placed for those: their
-cost grows with the square of a document's length, while under a window nearly every token costs the same, so layers
-with a window are nearly balanced wherever tokens lie. Only where all layers have one are tokens placed for it.
+Placement is a batch's, windows are a layer's. Where any layer sees whole documents, tokens are placed for those: they
+cost more, as the square of a document's length and not in proportion to it. Only where all layers have a window are
+tokens placed for it. What balance that leaves to either kind: docs/architecture.md.
 """
 
 from __future__ import annotations
