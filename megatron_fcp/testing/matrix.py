@@ -191,7 +191,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     path = session.config.getoption("--matrix")
     if path is None:
         return
-    cells = declarations(session.items)
+    try:
+        cells = declarations(session.items)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
     if found := problems(cells):
         raise pytest.UsageError("\n".join(["the matrix is not whole:", *found]))
     Path(path).write_text(render(cells))

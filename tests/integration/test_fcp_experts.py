@@ -22,8 +22,8 @@ BIASED = {
     "moe_aux_loss_coeff": None,
     "moe_shared_expert_intermediate_size": 64,
 }
-# No expert is full, so none drops a token and every expert computes on as many rows.
-PADDED = {**MOE, "moe_expert_capacity_factor": 4.0, "moe_pad_expert_input_to_capacity": True}
+# As many rows per expert as there are tokens: none is dropped, and every expert computes on as many.
+PADDED = {**MOE, "moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
 
 
 def assert_equal(runs: Runs, world_size: int, model: dict[str, Any], flags: dict[str, Any], layout: str) -> None:

@@ -60,7 +60,7 @@ def assert_ahead(result: TrainingResult) -> None:
         assert waits.ready >= 5  # the corpus has samples without boundaries, whose plan is made once
 
 
-@pytest.mark.feature("Planning ahead of need: cp 4")
+@pytest.mark.feature("Schedule: plans made ahead of need")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_never_waits_for_a_plan(runs: Runs, layout: str) -> None:
     flags = {**fcp(layout, 4), **EOD, "train_iters": STEPS}
@@ -77,7 +77,7 @@ def test_training_never_waits_for_a_plan(runs: Runs, layout: str) -> None:
         np.testing.assert_array_equal(ahead.gradients[name], gradient, err_msg=name)
 
 
-@pytest.mark.feature("Planning ahead of need: cp 2 x tp 2 + sp, where one rank of two reads data")
+@pytest.mark.feature("Schedule: plans made ahead of need", layout="resident")
 def test_ranks_without_data_plan_ahead_as_well(runs: Runs) -> None:
     flags = {**fcp("resident"), **INDEX, **SPLIT_TENSORS, "train_iters": STEPS}
     assert_ahead(runs(4, **flags, before=("test_fcp_plan_ahead:watch",)))
