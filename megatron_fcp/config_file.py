@@ -27,7 +27,7 @@ def write_config(path: str | Path, config: FcpConfig, cost: CostModel | None = N
     head = "".join(f"# {line}\n" for line in comment.splitlines())
     body = {"format": FORMAT, **dataclasses.asdict(config)}
     if cost is not None:
-        body["hardware"] = dataclasses.asdict(cost)
+        body["hardware"] = {**dataclasses.asdict(cost), "speeds": list(cost.speeds)}
     Path(path).write_text(head + yaml.safe_dump(body, sort_keys=False), encoding="utf-8")
 
 
@@ -69,7 +69,10 @@ def read_config(path: str | Path) -> tuple[FcpConfig, CostModel | None]:
 def _cost(path: Path, values: object) -> CostModel | None:
     if values is None:
         return None
-    fields = {field.name: field.type for field in dataclasses.fields(CostModel)}
+    fields = {field.name: field.type for field in dataclasses.fields(CostModel) if field.name != "speeds"}
+    speeds: object = values.pop("speeds", []) if isinstance(values, dict) else []
+    if not isinstance(speeds, list) or not all(type(s) in (int, float) and 0 < s < 1e300 for s in speeds):
+        raise ValueError(f"FCP config {path}: hardware's speeds must be a list of positive numbers, got {speeds!r}")
     if not isinstance(values, dict) or set(values) != set(fields):
         wrong = sorted(set(fields) ^ set(values)) if isinstance(values, dict) else [type(values).__name__]
         raise ValueError(f"FCP config {path}: hardware lacks or has too much: {', '.join(map(str, wrong))}")
@@ -77,4 +80,4 @@ def _cost(path: Path, values: object) -> CostModel | None:
         whole = fields[name] == "int"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 1e300:
             raise ValueError(f"FCP config {path}: hardware's {name} must be a positive number, got {value!r}")
-    return CostModel(**values)
+    return CostModel(**values, speeds=tuple(float(s) for s in speeds))

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from megatron_fcp.plan.arrays import FloatArray
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -28,6 +32,8 @@ class CostModel:
         Fixed cost of a transfer.
     ranks_per_node : int
         1 means one flat network.
+    speeds : tuple of float
+        Compute speed of each rank relative to ``pair_s``, by rank; empty: all 1. Slow ranks get less work.
     """
 
     pair_s: float
@@ -38,6 +44,24 @@ class CostModel:
     intra_bytes_per_s: float
     latency_s: float
     ranks_per_node: int
+    speeds: tuple[float, ...] = ()
+
+    def speed_of_ranks(self, cp_size: int) -> FloatArray:
+        """Speed of every rank, shape [cp_size].
+
+        Raises
+        ------
+        ValueError
+            If speeds are given for another number of ranks.
+        """
+        if not self.speeds:
+            return np.ones(cp_size)
+        if len(self.speeds) != cp_size:
+            raise ValueError(
+                f"the hardware has speeds for {len(self.speeds)} ranks, but --context-parallel-size is {cp_size}; give "
+                "one speed per rank, or none"
+            )
+        return np.array(self.speeds)
 
     def token_s(self, tier: int) -> float:
         """Seconds per KV token on tier 0 (inside a node) or 1 (between nodes), without the latency."""

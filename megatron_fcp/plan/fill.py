@@ -7,28 +7,31 @@ and light ranks settle the rest.
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from megatron_fcp.plan.arrays import FloatArray, IntArray, Scalar
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.runs import Pieces
-from megatron_fcp.plan.shape import BlockShapes, blocks_price
+from megatron_fcp.plan.shape import BlockShapes, blocks_price, rectangle, triangle
 
+FAST = 0.98  # of the mean speed that a rank needs to be given a run
 TRADES_PER_RANK = 24
 CHEAP_SHARE = 0.25
 NEIGHBOUR = 0.7  # of the densest need that is enough for a rank that holds the block next to a piece
-LIGHTEST = 48  # ranks that a heavy one may trade with
+LIGHTEST = 24  # ranks that a heavy one may trade with
 SIZES = 5  # pieces of 1, 2, 4, 8 and 16 blocks are traded
 # Blocks that lie deeper in their document than this share of the bearable traffic stay where they are, and the price
 # over the mean at which to stop: cheap blocks first, then what remains.
-TRADE_PHASES = ((1 / 16, 1.002), (1 / 4, 1.004))
+TRADE_PHASES = ((1 / 16, 1.002), (1 / 4, 1.003))
 
 
 def fill_ranks(
     pieces: Pieces,
     shapes: BlockShapes,
     document_length: IntArray,
-    cp_size: int,
+    speed: FloatArray,
     ranks_per_node: int,
     target: float,
     bearable: float,
@@ -37,50 +40,56 @@ def fill_ranks(
 ) -> tuple[IntArray, FloatArray]:
     """Owner of every block, shape [num_blocks], and price of every rank, shape [cp_size].
 
-    ``bearable`` is the KV tokens per rank that a node should fetch from outside at most.
+    ``target`` is the price of a rank of mean speed, ``bearable`` the KV tokens per rank that a node should fetch from
+    outside at most.
     """
+    cp_size = speed.size
     num_blocks = shapes.inner.size
-    home = seat_runs(pieces, cp_size, ranks_per_node)
+    home = seat_runs(pieces, speed, ranks_per_node)
     order = np.argsort(-pieces.price, kind="stable")
     owner = np.full(num_blocks, -1, dtype=np.int64)
     cheap = _cheap_price(pieces)
     far = _far_documents(document_length, bearable / 64)
     _place(
-        order, home, pieces, shapes, far, cp_size, ranks_per_node, num_blocks // cp_size, target, cheap, bearable,
-        q_half, kv_half, owner,
+        order, home, pieces, shapes, far, ranks_per_node, num_blocks // cp_size, target * (speed / speed.mean()),
+        cheap, bearable, q_half, kv_half, owner,
     )  # fmt: skip
-    price = np.zeros(cp_size)
-    taken_on = np.zeros(cp_size)
-    for share, enough in TRADE_PHASES:
-        late = np.append(0, np.cumsum(np.where(shapes.head >= 0, shapes.head_position, 0) > bearable * share))
-        _settle(owner, price, shapes, late, num_blocks // cp_size, enough, taken_on, bearable / 2, q_half, kv_half)
+    position = np.where(shapes.head >= 0, shapes.head_position, 0)
+    late = np.zeros((len(TRADE_PHASES), num_blocks + 1), dtype=np.int64)
+    for phase, (share, _) in enumerate(TRADE_PHASES):
+        np.cumsum(position > bearable * share, out=late[phase, 1:])
+    enough = np.array([level for _, level in TRADE_PHASES])
+    price = _settle(owner, shapes, late, speed, enough, bearable / 2, q_half, kv_half)
     return owner, price
 
 
-def seat_runs(pieces: Pieces, cp_size: int, ranks_per_node: int) -> IntArray:
-    """Rank of every run, -1 for atoms and for runs beyond the last rank.
+def seat_runs(pieces: Pieces, speed: FloatArray, ranks_per_node: int) -> IntArray:
+    """Rank of every run, -1 for atoms and for runs beyond the last rank that is as fast as a run expects.
 
     Runs of one document sit together, so that few nodes fetch it, but every node gets about as many runs: then there
     is room near them for what is left of their documents.
     """
     home = np.full(pieces.first.size, -1, dtype=np.int64)
     runs = np.flatnonzero(pieces.document >= 0)
-    documents, count = np.unique(pieces.document[runs], return_counts=True)
-    size = [min(ranks_per_node, cp_size - low) for low in range(0, cp_size, ranks_per_node)]
+    runs = runs[np.lexsort((-pieces.first[runs], pieces.document[runs]))]  # latest first
+    _, begin, count = np.unique(pieces.document[runs], return_index=True, return_counts=True)
+    seats = [np.flatnonzero(speed[low : low + ranks_per_node] >= FAST * speed.mean()) + low
+             for low in range(0, speed.size, ranks_per_node)]  # fmt: skip
+    size = [seat.size for seat in seats]
     quota = min(ranks_per_node, -(-runs.size // len(size)))
-    free = [min(quota, s) for s in size]
     taken_of = [0] * len(size)
+    emptiest = [(-min(quota, ranks), node) for node, ranks in enumerate(size) if ranks]
+    heapq.heapify(emptiest)
     for i in np.argsort(-count, kind="stable").tolist():
-        mine = runs[pieces.document[runs] == documents[i]]
-        mine = mine[np.argsort(pieces.first[mine], kind="stable")][::-1].tolist()  # latest first
-        while mine and max(free):
-            node = free.index(max(free))
-            taken = mine[: free[node]]
+        mine: list[int] = runs[begin[i] : begin[i] + count[i]].tolist()
+        while mine and emptiest:
+            free, node = heapq.heappop(emptiest)
+            taken, mine = mine[:-free], mine[-free:]
             for piece in taken:
-                home[piece] = node * ranks_per_node + taken_of[node]
+                home[piece] = seats[node][taken_of[node]]
                 taken_of[node] += 1
-            free[node] -= len(taken)
-            mine = mine[len(taken) :]
+            if -free > len(taken):
+                heapq.heappush(emptiest, (free + len(taken), node))
     return home
 
 
@@ -106,17 +115,17 @@ def _place(
     pieces: Pieces,
     shapes: BlockShapes,
     far: IntArray,
-    cp_size: int,
     ranks_per_node: int,
     slots: int,
-    target: float,
+    target: FloatArray,
     cheap: float,
     bearable: float,
     qh: float,
     kh: float,
     owner: IntArray,
 ) -> None:
-    left = np.full(cp_size, target)
+    cp_size, least = target.size, target.min()
+    left = target.copy()
     room = np.full(cp_size, slots)
     num_nodes = (cp_size + ranks_per_node - 1) // ranks_per_node
     have = np.zeros((max(far.max() + 1 if far.size else 0, 1), num_nodes), dtype=np.int64)  # prefix a node fetches
@@ -146,7 +155,7 @@ def _place(
             rank, spare = _densest(
                 b, left, room, k, price, cheap, owner, shapes, far, have, fetched, bearable, ranks_per_node
             )
-            if rank < 0 or (k > 1 and spare < -0.005 * target and price > 0.03 * target):
+            if rank < 0 or (k > 1 and spare < -0.005 * least and price > 0.03 * least):
                 half = k // 2
                 first[depth], count[depth] = b + half, k - half
                 first[depth + 1], count[depth + 1] = b, half
@@ -187,22 +196,21 @@ def _densest(
     known = d >= 0 and far[d] >= 0
     near, best, fallback = -1, -1, -1
     most = 0.0
-    for r in range(left.size):
-        if room[r] < count:
-            continue
-        node = r // ranks_per_node
+    for node in range(fetched.size):
         extra = position - (have[far[d], node] if known else 0)
-        spare = left[r] - price - (room[r] - count) * cheap
-        if extra > 0 and fetched[node] + extra > bearable * ranks_per_node:
-            spare -= price
-        if fallback < 0 or spare > most:
-            fallback, most = r, spare
-        if spare < 0:
-            continue
-        if extra <= 0 and known and (near < 0 or left[r] * room[near] > left[near] * room[r]):
-            near = r
-        if best < 0 or left[r] * room[best] > left[best] * room[r]:
-            best = r
+        needed = price * 2 if extra > 0 and fetched[node] + extra > bearable * ranks_per_node else price
+        for r in range(node * ranks_per_node, min((node + 1) * ranks_per_node, left.size)):
+            if room[r] < count:
+                continue
+            spare = left[r] - needed - (room[r] - count) * cheap
+            if fallback < 0 or spare > most:
+                fallback, most = r, spare
+            if spare < 0:
+                continue
+            if extra <= 0 and known and (near < 0 or left[r] * room[near] > left[near] * room[r]):
+                near = r
+            if best < 0 or left[r] * room[best] > left[best] * room[r]:
+                best = r
     for b in (block - 1, block + count):  # a rank that holds a neighbour saves a cut
         if best >= 0 and 0 <= b < owner.size and owner[b] >= 0:
             r = owner[b]
@@ -216,50 +224,71 @@ def _densest(
 
 @njit(cache=True)
 def _settle(
-    owner: IntArray, price: FloatArray, shapes: BlockShapes, late: IntArray, slots: int, enough: float,
-    taken_on: FloatArray, most: float, qh: float, kh: float,
-) -> None:  # fmt: skip
-    """Trade equally many blocks between the heaviest rank and lighter ones while that lowers the heavier of the two.
+    owner: IntArray, shapes: BlockShapes, late: IntArray, speed: FloatArray, enough: FloatArray, most: float, qh: float,
+    kh: float,
+) -> FloatArray:  # fmt: skip
+    """Trade blocks in phases, each with its ``late`` and ``enough``; returns the price of every rank.
 
     ``late`` counts, before each block, the blocks that lie far inside their document: whoever took one of those would
-    need all before it. ``taken_on`` sums up the KV tokens that trades make each rank fetch, ``most`` at the most.
+    need all before it. Trades make no rank fetch more than ``most`` KV tokens.
     """
-    cp_size = price.size
+    cp_size = speed.size
+    slots = owner.size // cp_size
     held = np.empty((cp_size, slots), dtype=np.int64)
     fill = np.zeros(cp_size, dtype=np.int64)
     for b in range(owner.size):
         held[owner[b], fill[owner[b]]] = b
         fill[owner[b]] += 1
+    price, taken_on = np.empty(cp_size), np.zeros(cp_size)
     for r in range(cp_size):
         price[r] = blocks_price(held[r], slots, shapes, qh, kh)
     value = _values(shapes, qh, kh)
-    mean = price.mean()
+    for phase in range(enough.size):
+        _trade(owner, held, price, speed, shapes, late[phase], value, enough[phase], taken_on, most, qh, kh)
+    return price
+
+
+@njit(cache=True)
+def _trade(
+    owner: IntArray, held: IntArray, price: FloatArray, speed: FloatArray, shapes: BlockShapes, late: IntArray,
+    value: FloatArray, enough: float, taken_on: FloatArray, most: float, qh: float, kh: float,
+) -> None:  # fmt: skip
+    """Trade equally many blocks between the heaviest rank and lighter ones while that lowers the heavier of the two."""
+    cp_size, slots = held.shape
+    load = price / speed  # in which ranks are compared
+    mean = price.sum() / speed.sum()
     tried = np.zeros(cp_size, dtype=np.int64)
-    lights = np.argsort(price)[:LIGHTEST]
+    lights = np.argsort(load)[:LIGHTEST]
     mine, theirs = np.empty(slots, dtype=np.int64), np.empty(slots, dtype=np.int64)
-    give, take = np.empty((3, 2 * slots * SIZES)), np.empty((3, 2 * slots * SIZES))
+    give_block, take_block = np.empty((2, SIZES, 2 * slots), dtype=np.int64)
+    give_value, take_value = np.empty((2, SIZES, 2 * slots))
+    gives, takes = np.zeros((2, SIZES), dtype=np.int64)
     stuck = 0.0
-    for turn in range(TRADES_PER_RANK * cp_size):
-        heavy = -1
-        for r in range(cp_size):
-            if tried[r] < LIGHTEST // 4 and (heavy < 0 or price[r] > price[heavy]):
-                heavy = r
-        if heavy < 0 or price[heavy] < max(mean * enough, stuck):
+    trades = 0
+    heap = [(-load[r], r) for r in range(cp_size)]  # of the heaviest; entries with an old load are passed over
+    heapq.heapify(heap)
+    for _ in range(TRADES_PER_RANK * cp_size):
+        while len(heap) > 0 and -heap[0][0] != load[heap[0][1]]:
+            heapq.heappop(heap)
+        if len(heap) == 0 or -heap[0][0] < max(mean * enough, stuck):
             break
-        if turn % 4 == 0 and not tried[heavy]:
-            lights = np.argsort(price)[:LIGHTEST]
-        num_give = _ends(held[heavy], slots, value, late, give)
+        heavy = heap[0][1]
+        if trades >= 4 and not tried[heavy]:
+            lights = np.argsort(load)[:LIGHTEST]
+            trades = 0
+        _ends(held[heavy], value, late, give_block, give_value, gives)
         done = False
         for at in range(tried[heavy] * 4, min(tried[heavy] * 4 + 4, lights.size)):
             light = lights[at]
-            if price[light] >= mean or light == heavy:
+            if load[light] >= mean or light == heavy:
                 break
-            want = min(price[heavy] - mean, (price[heavy] - price[light]) * 0.5)
-            num_take = _ends(held[light], slots, value, late, take)
-            i, j = _best_pair(give, num_give, take, num_take, want)
+            level = speed[heavy] * speed[light] / (speed[heavy] + speed[light])  # what evens the two out, per load
+            want = min(price[heavy] - mean * speed[heavy], (load[heavy] - load[light]) * level)
+            _ends(held[light], value, late, take_block, take_value, takes)
+            size, i, j = _best_pair(give_value, gives, take_value, takes, want)
             if i < 0:
                 continue
-            k, a, b = int(give[0, i]), int(give[1, i]), int(take[1, j])
+            k, a, b = 1 << size, give_block[size, i], take_block[size, j]
             before_a = shapes.head_position[a] if shapes.head[a] >= 0 else 0
             before_b = shapes.head_position[b] if shapes.head[b] >= 0 else 0
             if taken_on[light] + before_a > most or taken_on[heavy] + before_b > most:
@@ -268,8 +297,8 @@ def _settle(
             _exchange(held[light], b, a, k, slots, theirs)
             new_heavy = blocks_price(mine, slots, shapes, qh, kh)
             new_light = blocks_price(theirs, slots, shapes, qh, kh)
-            if max(new_heavy, new_light) >= price[heavy] - 0.1 * want:
-                give[2, i] = 0.0  # cuts more than it seems: try another piece with the next rank
+            if max(new_heavy / speed[heavy], new_light / speed[light]) >= load[heavy] - 0.1 * want / speed[heavy]:
+                give_value[size, i] = 0.0  # cuts more than it seems: try another piece with the next rank
                 continue
             held[heavy, :] = mine
             held[light, :] = theirs
@@ -278,67 +307,82 @@ def _settle(
             owner[a : a + k] = light
             owner[b : b + k] = heavy
             price[heavy], price[light] = new_heavy, new_light
+            for r in (heavy, light):
+                load[r] = price[r] / speed[r]
+                heapq.heappush(heap, (-load[r], r))
+            trades += 1
             done = True
             break
         tried[heavy] = 0 if done else tried[heavy] + 1
         if tried[heavy] == LIGHTEST // 4:
-            stuck = max(stuck, price[heavy] * 0.9995)  # it sets the pace: no need to bring others far below
+            heapq.heappop(heap)
+            stuck = max(stuck, load[heavy] * 0.9995)  # it sets the pace: no need to bring others far below
 
 
 @njit(cache=True)
 def _values(shapes: BlockShapes, qh: float, kh: float) -> FloatArray:
     """Prefix sums of what a block adds to a rank that holds the one before it; shape [num_blocks + 1]."""
-    pair = np.empty(2, dtype=np.int64)
-    out = np.zeros(shapes.inner.size + 1)
-    for b in range(shapes.inner.size):
-        pair[0], pair[1] = b - 1, b
-        added = (
-            blocks_price(pair, 2, shapes, qh, kh) - blocks_price(pair, 1, shapes, qh, kh)
-            if b
-            else blocks_price(pair[1:], 1, shapes, qh, kh)
-        )
+    inner, head, head_length, head_position, tail, tail_length = shapes
+    out = np.zeros(inner.size + 1)
+    for b in range(inner.size):
+        added = inner[b]
+        if head[b] >= 0:
+            n = float(head_length[b])
+            m = float(head_length[b - 1] if head[b - 1] == head[b] else tail_length[b - 1])
+            before = head_position[b] - m
+            added += triangle(m + n, qh, kh) - triangle(m, qh, kh)
+            added += rectangle((m + n) * before, m + n, before, qh, kh) - rectangle(m * before, m, before, qh, kh)
+        if tail[b] >= 0:
+            added += triangle(float(tail_length[b]), qh, kh)
         out[b + 1] = out[b] + added
     return out
 
 
 @njit(cache=True)
-def _ends(blocks: IntArray, slots: int, value: FloatArray, late: IntArray, out: FloatArray) -> int:
-    """Pieces at both ends of every contiguous stretch: moving those adds few cuts. Rows: blocks, first block, value."""
-    n = 0
+def _ends(
+    blocks: IntArray, value: FloatArray, late: IntArray, out_block: IntArray, out_value: FloatArray, number: IntArray
+) -> None:
+    """Pieces of 1, 2, 4, ... blocks at both ends of every contiguous stretch: moving those adds few cuts.
+
+    First block and value of each, and how many, by size.
+    """
+    number[:] = 0
     low = 0
-    while low < slots:
+    while low < blocks.size:
         high = low + 1
-        while high < slots and blocks[high] == blocks[high - 1] + 1:
+        while high < blocks.size and blocks[high] == blocks[high - 1] + 1:
             high += 1
-        k = 1
-        for _ in range(SIZES):
+        for size in range(SIZES):
+            k = 1 << size
             if k > high - low:
                 break
             for side in range(2 if k < high - low else 1):
                 b = blocks[high - k] if side else blocks[low]
                 if late[b + k] == late[b]:
-                    out[0, n], out[1, n], out[2, n] = k, b, value[b + k] - value[b]
-                    n += 1
-            k *= 2
+                    out_block[size, number[size]] = b
+                    out_value[size, number[size]] = value[b + k] - value[b]
+                    number[size] += 1
         low = high
-    return n
 
 
 @njit(cache=True)
-def _best_pair(give: FloatArray, num_give: int, take: FloatArray, num_take: int, want: float) -> tuple[int, int]:
-    """Equally long pieces whose values differ by about ``want``; (-1, -1) if none comes near."""
-    best_i, best_j, best = -1, -1, 0.85 * want
-    for i in range(num_give):
-        if give[2, i] < 0.15 * want:
-            continue
-        for j in range(num_take):
-            if give[0, i] == take[0, j]:
-                error = abs(give[2, i] - take[2, j] - want)
+def _best_pair(
+    give: FloatArray, gives: IntArray, take: FloatArray, takes: IntArray, want: float
+) -> tuple[int, int, int]:
+    """Size and indices of two pieces whose values differ by about ``want``; (-1, -1, -1) if none comes near."""
+    best_size, best_i, best_j, best = -1, -1, -1, 0.85 * want
+    for size in range(SIZES):
+        for i in range(gives[size]):
+            if give[size, i] < 0.15 * want:
+                continue
+            wish = give[size, i] - want
+            for j in range(takes[size]):
+                error = abs(wish - take[size, j])
                 if error < best:
-                    best_i, best_j, best = i, j, error
-                    if best < 0.1 * want:
-                        return best_i, best_j
-    return best_i, best_j
+                    best_size, best_i, best_j, best = size, i, j, error
+            if best < 0.02 * want:
+                return best_size, best_i, best_j
+    return best_size, best_i, best_j
 
 
 @njit(cache=True)

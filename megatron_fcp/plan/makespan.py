@@ -20,6 +20,7 @@ from megatron_fcp.plan.blocks import BlockTable
 from megatron_fcp.plan.coloring import color_edges
 from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.plan.fill import fill_ranks
+from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.placement import Placement
 from megatron_fcp.plan.runs import Pieces, cut_pieces, filler_prices
 from megatron_fcp.plan.schedule import CommSchedule
@@ -75,8 +76,9 @@ def place_and_schedule(table: BlockTable, cp_size: int, cost: CostModel) -> tupl
     shapes = block_shapes(table, cost.q_half, cost.kv_half)
     pieces, target = _pieces(table, shapes, cp_size, cost)
     bearable = BEARABLE * target * cost.pair_s / cost.token_s(1)
+    speed = cost.speed_of_ranks(cp_size)
     owner, price = fill_ranks(
-        pieces, shapes, table.document_length, cp_size, cost.ranks_per_node, target, bearable, cost.q_half, cost.kv_half
+        pieces, shapes, table.document_length, speed, cost.ranks_per_node, target, bearable, cost.q_half, cost.kv_half
     )
     per_round = target * cost.pair_s / ROUNDS_PER_STEP / cost.token_s(1)
     blocks_per_round = max(round(min(max(per_round, LEAST_ROUND), MOST_ROUND) / table.block_size), 1)
@@ -91,8 +93,8 @@ def place_and_schedule(table: BlockTable, cp_size: int, cost: CostModel) -> tupl
     )
     ends, ends_ptr, finish = cut_by_arrival(
         sharing, shapes, owner, transfers, message_ends(transfers, duration, cp_size, False),
-        local_prices(table, shapes, owner, cp_size, cost.q_half, cost.kv_half) * cost.pair_s,
-        cost.pair_s, cost.q_half, cost.kv_half, _unit_tokens(table, sharing),
+        local_prices(table, shapes, owner, cp_size, cost.q_half, cost.kv_half) * cost.pair_s / speed,
+        cost.pair_s / speed, cost.q_half, cost.kv_half, _unit_tokens(table, sharing),
     )  # fmt: skip
     stage_ends = tuple(frozen(ends[ends_ptr[r] : ends_ptr[r + 1]]) for r in range(cp_size))
     schedule = _schedule(sharing, transfers, stage_ends)
@@ -153,14 +155,29 @@ def _schedule(sharing: Sharing, transfers: Transfers, stage_ends: tuple[IntArray
     """Messages sorted by round and sender, of which a round has one per tier."""
     cp_size = sharing.rank_ptr.size - 1
     order = np.argsort((transfers.round * cp_size + transfers.src) * cp_size + transfers.dst)
-    count = np.diff(transfers.message_ptr)[order]
-    unit = transfers.unit[ranges(transfers.message_ptr[order], count)]
-    blocks = sharing.unit_count[unit]
-    messages = Messages(
-        frozen(transfers.src[order]),
-        frozen(transfers.dst[order]),
-        frozen(offsets(blocks)[offsets(count)]),
-        frozen(ranges(sharing.unit_first[unit], blocks)),
-    )
+    ptr, block = _blocks_of(order, transfers.message_ptr, transfers.unit, sharing.unit_first, sharing.unit_count)
+    for array in (ptr, block):
+        array.setflags(write=False)
+    messages = Messages(frozen(transfers.src[order]), frozen(transfers.dst[order]), ptr, block)
     num_rounds = int(transfers.round[order[-1]]) + 1 if order.size else 0
     return CommSchedule(num_rounds, messages, frozen(transfers.round[order]), stage_ends)
+
+
+@njit(cache=True)
+def _blocks_of(
+    order: IntArray, message_ptr: IntArray, unit: IntArray, first: IntArray, count: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Offsets and blocks of the messages in ``order``."""
+    ptr = np.zeros(order.size + 1, dtype=np.int64)
+    for i in range(order.size):
+        ptr[i + 1] = ptr[i]
+        for u in unit[message_ptr[order[i]] : message_ptr[order[i] + 1]]:
+            ptr[i + 1] += count[u]
+    block = np.empty(ptr[-1], dtype=np.int64)
+    n = 0
+    for i in range(order.size):
+        for u in unit[message_ptr[order[i]] : message_ptr[order[i] + 1]]:
+            for k in range(count[u]):
+                block[n] = first[u] + k
+                n += 1
+    return ptr, block

@@ -71,30 +71,31 @@ def rectangle(pairs: Scalar, queries: Scalar, keys: Scalar, q_half: float, kv_ha
 @njit(cache=True)
 def blocks_price(blocks: IntArray, count: int, shapes: BlockShapes, q_half: float, kv_half: float) -> Scalar:
     """Price of the first ``count`` of ``blocks`` (ascending) on one rank."""
+    inner, head, head_length, head_position, tail, tail_length = shapes
     total = 0.0
     document = -1
     local = pairs = queries = keys = 0.0
     for i in range(count):
         b = blocks[i]
-        total += shapes.inner[b]
-        d = shapes.head[b]
+        total += inner[b]
+        d = head[b]
         if d >= 0:
             if d != document:
                 total += triangle(local, q_half, kv_half) + rectangle(pairs, queries, keys, q_half, kv_half)
                 document = d
                 local = pairs = queries = keys = 0.0
-            n = float(shapes.head_length[b])
-            gap = shapes.head_position[b] - local
+            n = float(head_length[b])
+            gap = head_position[b] - local
             if gap > 0:
                 pairs += n * gap
                 queries += n
                 keys = gap
             local += n
-        if shapes.tail[b] >= 0:
+        if tail[b] >= 0:
             total += triangle(local, q_half, kv_half) + rectangle(pairs, queries, keys, q_half, kv_half)
-            document = shapes.tail[b]
+            document = tail[b]
             pairs = queries = keys = 0.0
-            local = float(shapes.tail_length[b])
+            local = float(tail_length[b])
     return total + triangle(local, q_half, kv_half) + rectangle(pairs, queries, keys, q_half, kv_half)
 
 

@@ -6,6 +6,8 @@ since few large stages keep kernels in shape and many small ones keep a rank wit
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_fcp.plan.arrays import FloatArray, IntArray
@@ -54,7 +56,7 @@ def cut_by_arrival(
     transfers: Transfers,
     end: FloatArray,
     local_s: FloatArray,
-    pair_s: float,
+    pair_s: FloatArray,
     q_half: float,
     kv_half: float,
     keys: IntArray,
@@ -65,26 +67,38 @@ def cut_by_arrival(
     ----------
     end : FloatArray, shape [num_messages]
         When every message is in.
-    local_s : FloatArray, shape [cp_size]
-        Seconds of every rank's local stage.
+    local_s, pair_s : FloatArray, shape [cp_size]
+        Seconds of every rank's local stage, and of a pair on it.
     keys : IntArray, shape [num_units]
         KV tokens of every unit.
     """
-    message = np.repeat(np.arange(transfers.src.size), np.diff(transfers.message_ptr))
-    order, ptr = grouped(transfers.dst[message], local_s.size)
-    message = message[order]
-    seen = _queries(sharing, shapes, owner, transfers, order)
+    order, ptr = grouped(transfers.dst, local_s.size)
+    loads = _loads(sharing, shapes, owner, transfers, keys, order)
     return _cut(
-        ptr, transfers.round[message], end[message], transfers.share[order],
-        keys[transfers.unit[order]].astype(np.float64), seen, local_s, pair_s, q_half, kv_half, sharing.share_rank.size,
-    )  # fmt: skip
+        ptr, transfers.round[order], end[order], loads, local_s, pair_s, q_half, kv_half, sharing.share_rank.size
+    )
+
+
+class Loads(NamedTuple):
+    """What messages bring; a message is for one share. All of shape [num_messages], in the order asked for.
+
+    Attributes
+    ----------
+    share : IntArray
+    keys, pairs, queries : FloatArray
+        KV tokens, query-key pairs that they are for, and query tokens behind the first of them.
+    """
+
+    share: IntArray
+    keys: FloatArray
+    pairs: FloatArray
+    queries: FloatArray
 
 
 @njit(cache=True)
-def _queries(
-    sharing: Sharing, shapes: BlockShapes, owner: IntArray, transfers: Transfers, order: IntArray
-) -> FloatArray:
-    """Query tokens of the receiving share that lie behind each transfer's unit."""
+def _loads(
+    sharing: Sharing, shapes: BlockShapes, owner: IntArray, transfers: Transfers, keys: IntArray, order: IntArray
+) -> Loads:
     num_shares = sharing.share_rank.size
     after = np.full(num_shares, -1, dtype=np.int64)
     of_rank = np.full(sharing.rank_ptr.size, -1, dtype=np.int64)
@@ -105,9 +119,10 @@ def _queries(
                 after[e] = b
     table = np.full(num_shares, -1, dtype=np.int64)  # of queries by unit, for shares that hold early blocks
     size = 0
-    for i in range(order.size):
-        e = transfers.share[order[i]]
-        if table[e] < 0 and sharing.unit_first[transfers.unit[order[i]]] > after[e]:
+    for m in range(order.size):
+        latest = transfers.message_ptr[m + 1] - 1
+        e = transfers.share[latest]
+        if table[e] < 0 and sharing.unit_first[transfers.unit[latest]] > after[e]:
             table[e] = size
             d = sharing.share_document[e]
             size += sharing.unit_ptr[d + 1] - sharing.unit_ptr[d]
@@ -115,11 +130,19 @@ def _queries(
     for e in range(num_shares):
         if table[e] >= 0:
             _count_behind(e, sharing, shapes, owner, behind[table[e] :])
-    out = np.empty(order.size)
+    share = np.empty(order.size, dtype=np.int64)
+    tokens, pairs, queries = np.zeros(order.size), np.zeros(order.size), np.zeros(order.size)
     for i in range(order.size):
-        e, u = transfers.share[order[i]], transfers.unit[order[i]]
-        out[i] = total[e] if table[e] < 0 else behind[table[e] + u - sharing.unit_ptr[sharing.share_document[e]]]
-    return out
+        low, high = transfers.message_ptr[order[i]], transfers.message_ptr[order[i] + 1]
+        e = share[i] = transfers.share[low]
+        base = table[e] - sharing.unit_ptr[sharing.share_document[e]]
+        for k in range(low, high):
+            u = transfers.unit[k]
+            seen = total[e] if table[e] < 0 else behind[base + u]
+            tokens[i] += keys[u]
+            pairs[i] += keys[u] * seen
+            queries[i] = max(queries[i], seen)
+    return Loads(share, tokens, pairs, queries)
 
 
 @njit(cache=True)
@@ -143,11 +166,9 @@ def _cut(
     ptr: IntArray,
     round_: IntArray,
     end: FloatArray,
-    share: IntArray,
-    keys: FloatArray,
-    queries: FloatArray,
+    loads: Loads,
     local_s: FloatArray,
-    pair_s: float,
+    pair_s: FloatArray,
     qh: float,
     kh: float,
     num_shares: int,
@@ -163,7 +184,7 @@ def _cut(
     for r in range(cp_size):
         for k in range(trials):
             finish[r, k], busy[r, k], _ = _run(
-                ptr[r], ptr[r + 1], round_, end, share, keys, queries, local_s[r], pair_s, qh, kh, ENOUGH[k, 0],
+                ptr[r], ptr[r + 1], round_, end, loads, local_s[r], pair_s[r], qh, kh, ENOUGH[k, 0],
                 ENOUGH[k, 1], sums, scratch,
             )  # fmt: skip
         makespan = max(makespan, finish[r].min())
@@ -176,7 +197,7 @@ def _cut(
                 best = k
         chosen[r] = finish[r, best]
         _, _, stages = _run(
-            ptr[r], ptr[r + 1], round_, end, share, keys, queries, local_s[r], pair_s, qh, kh, ENOUGH[best, 0],
+            ptr[r], ptr[r + 1], round_, end, loads, local_s[r], pair_s[r], qh, kh, ENOUGH[best, 0],
             ENOUGH[best, 1], sums, ends[n:],
         )  # fmt: skip
         n += stages
@@ -190,9 +211,7 @@ def _run(
     high: int,
     round_: IntArray,
     end: FloatArray,
-    share: IntArray,
-    keys: FloatArray,
-    queries: FloatArray,
+    loads: Loads,
     now: float,
     pair_s: float,
     qh: float,
@@ -203,6 +222,7 @@ def _run(
     ends: IntArray,
 ) -> tuple[float, float, int]:
     """When a rank ends that waits for ``enough`` KV tokens per stage, its kernel time, its stages (into ``ends``)."""
+    share, keys, pairs, queries = loads
     stages = 0
     busy = now
     i = low
@@ -225,7 +245,7 @@ def _run(
         for k in range(i, j):
             e = share[k]
             sums[0, e] += keys[k]
-            sums[1, e] += keys[k] * queries[k]
+            sums[1, e] += pairs[k]
             sums[2, e] = max(sums[2, e], queries[k])
         for k in range(i, j):
             e = share[k]

@@ -16,6 +16,8 @@ from megatron_fcp.plan.arrays import BoolArray, FloatArray, IntArray, Scalar, Wo
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.units import Sharing
 
+TRIES = 24  # free holders that a receiver looks at before it takes one that nearly fills a message
+
 
 class Transfers(NamedTuple):
     """Unit transfers by round and message.
@@ -66,7 +68,7 @@ def _node_shares(sharing: Sharing, ranks_per_node: int) -> tuple[IntArray, IntAr
     return np.cumsum(new) - 1, np.append(np.flatnonzero(new), node.size)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _spread(
     sharing: Sharing,
     words: IntArray,
@@ -77,7 +79,12 @@ def _spread(
     fast: float,
     blocks_per_round: int,
 ) -> Transfers:
-    num_shares = sharing.share_rank.size
+    # as locals: in a loop every access to a tuple's array would count a reference
+    unit_count, unit_owner, unit_document = sharing.unit_count, sharing.unit_owner, sharing.unit_document
+    unit_ptr, share_ptr, rank_ptr = sharing.unit_ptr, sharing.share_ptr, sharing.rank_ptr
+    rank_share = sharing.rank_share
+    share_rank, share_document, share_stop = sharing.share_rank, sharing.share_document, sharing.share_stop
+    num_shares = share_rank.size
     held = np.zeros(words[-1], dtype=np.uint64)
     want = np.zeros(words[-1], dtype=np.uint64)
     claimed = np.zeros(words[-1], dtype=np.uint64)  # by the first share of each (document, node) group
@@ -86,32 +93,34 @@ def _spread(
     one = np.uint64(1)
     total = 0
     for e in range(num_shares):
-        d, r = sharing.share_document[e], sharing.share_rank[e]
-        base = sharing.unit_ptr[d]
+        d, r = share_document[e], share_rank[e]
+        base = unit_ptr[d]
         c = words[node_rows[node_share[e]]]
-        for u in range(base, sharing.unit_ptr[d + 1]):
+        for u in range(base, unit_ptr[d + 1]):
             w, bit = (u - base) >> 6, one << np.uint64((u - base) & 63)
-            if sharing.unit_owner[u] == r:
+            if unit_owner[u] == r:
                 held[words[e] + w] |= bit
                 claimed[c + w] |= bit
-            elif u < sharing.share_stop[e]:
+            elif u < share_stop[e]:
                 want[words[e] + w] |= bit
                 remaining[e] += 1
-                urgency[r] += sharing.unit_count[u]
+                urgency[r] += unit_count[u]
                 total += 1
     src, dst = np.empty(total, np.int64), np.empty(total, np.int64)
     tiers, rounds = np.empty(total, np.int64), np.empty(total, np.int64)
     ptr = np.zeros(total + 1, np.int64)
     unit = np.empty(2 * total, np.int64)  # a message's candidates are written behind what has been taken
     share, parent = np.empty(total, np.int64), np.empty(total, np.int64)
-    by = np.full(words[-1] * 64, -1, dtype=np.int64)  # message that brought a unit to a share
-    copies = np.ones(sharing.unit_first.size, dtype=np.int64)
-    mean_blocks = np.zeros(sharing.unit_ptr.size - 1)
-    for u in range(sharing.unit_first.size):
-        d = sharing.unit_document[u]
-        mean_blocks[d] += sharing.unit_count[u] / (sharing.unit_ptr[d + 1] - sharing.unit_ptr[d])
+    by = np.empty(words[-1] * 64, np.int64)  # message that brought a unit to a share
+    copies = np.ones(unit_count.size, dtype=np.int64)
+    places = np.zeros(cp_size + 2, dtype=np.int64)
+    missing = np.empty(max((words[1:] - words[:-1]).max(), 1) if num_shares else 1, dtype=np.uint64)
+    mean_blocks = np.zeros(unit_ptr.size - 1)
+    for u in range(unit_count.size):
+        d = unit_document[u]
+        mean_blocks[d] += unit_count[u] / (unit_ptr[d + 1] - unit_ptr[d])
     closed = np.zeros(num_shares, dtype=np.bool_)  # nothing left to bring into the node
-    open_ptr, open_share = sharing.rank_ptr[:-1].copy(), sharing.rank_share  # small shares are done first
+    open_ptr, open_share = rank_ptr[:-1].copy(), rank_share  # small shares are done first
     busy = np.full((2, cp_size), -1, dtype=np.int64)  # last round in which a rank sends
     m = n = landed = 0
     round_ = 0
@@ -124,25 +133,29 @@ def _spread(
                 break
             cap = limit if tier else max(int(limit * fast), 1)
             for r in order:
-                while open_ptr[r] < sharing.rank_ptr[r + 1] and not remaining[open_share[open_ptr[r]]]:
+                while open_ptr[r] < rank_ptr[r + 1] and not remaining[open_share[open_ptr[r]]]:
                     open_ptr[r] += 1
                 e, o = _match(
-                    r, open_ptr[r], tier, round_, cap, sharing, words, node_share, node_rows, held, want, claimed,
-                    remaining, closed, mean_blocks, busy,
+                    r, open_ptr[r], tier, round_, cap, unit_ptr, share_ptr, share_rank, share_document, rank_share,
+                    rank_ptr, words, node_share, node_rows, held, want, claimed, remaining, closed, mean_blocks, busy,
+                    missing,
                 )  # fmt: skip
                 if e < 0:
                     continue
                 group = node_rows[node_share[e]]
-                taken = _take(e, o, tier, cap, sharing, words, group, held, want, claimed, copies, unit, n)
-                d = sharing.share_document[e]
-                base = sharing.unit_ptr[d]
-                s = sharing.share_rank[o]
+                taken = _take(
+                    e, o, tier, cap, unit_count, unit_ptr, share_document, words, group, held, want, claimed, copies,
+                    places, unit, n,
+                )  # fmt: skip
+                d = share_document[e]
+                base = unit_ptr[d]
+                s = share_rank[o]
                 for i in range(n, n + taken):
                     u = unit[i]
                     share[i] = e
-                    parent[i] = by[words[o] * 64 + u - base]
+                    parent[i] = -1 if unit_owner[u] == s else by[words[o] * 64 + u - base]
                     by[words[e] * 64 + u - base] = m
-                    urgency[r] -= sharing.unit_count[u]
+                    urgency[r] -= unit_count[u]
                 remaining[e] -= taken
                 n += taken
                 src[m], dst[m], tiers[m], rounds[m] = s, r, tier, round_
@@ -151,21 +164,26 @@ def _spread(
                 busy[tier, s] = round_
         for i in range(landed, n):
             e = share[i]
-            index = unit[i] - sharing.unit_ptr[sharing.share_document[e]]
+            index = unit[i] - unit_ptr[share_document[e]]
             held[words[e] + (index >> 6)] |= one << np.uint64(index & 63)
         landed = n
         round_ += 1
     return Transfers(ptr[: m + 1], src[:m], dst[:m], tiers[:m], rounds[:m], unit[:total], share, parent)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _match(
     r: int,
     begin: Scalar,
     tier: int,
     round_: int,
     cap: int,
-    sharing: Sharing,
+    unit_ptr: IntArray,
+    share_ptr: IntArray,
+    share_rank: IntArray,
+    share_document: IntArray,
+    rank_share: IntArray,
+    rank_ptr: IntArray,
     words: IntArray,
     node_share: IntArray,
     node_rows: IntArray,
@@ -176,37 +194,43 @@ def _match(
     closed: BoolArray,
     mean_blocks: FloatArray,
     busy: IntArray,
+    missing: WordArray,
 ) -> tuple[Scalar, Scalar]:
     """The receiver's and the sender's share for this round; (-1, -1) if nobody who is free has what ``r`` lacks."""
     best_e, best_o, most = -1, -1, 0.0
-    for i in range(begin, sharing.rank_ptr[r + 1]):
-        e = sharing.rank_share[i]
+    tries = 0
+    for i in range(begin, rank_ptr[r + 1]):
+        e = rank_share[i]
         if not remaining[e] or (tier == 1 and closed[e]):
             continue
-        d = sharing.share_document[e]
+        d = share_document[e]
         inside_low, inside_high = node_rows[node_share[e]], node_rows[node_share[e] + 1]
-        low, high = (inside_low, inside_high) if tier == 0 else (sharing.share_ptr[d], sharing.share_ptr[d + 1])
-        num_words = words[e + 1] - words[e]
+        low, high = (inside_low, inside_high) if tier == 0 else (share_ptr[d], share_ptr[d + 1])
         at, claim = words[e], words[inside_low]
-        if tier == 1:
-            some = False
-            for w in range(num_words):
-                some |= (want[at + w] & ~claimed[claim + w]) != 0
-            if not some:
-                closed[e] = True
-                continue
+        first_word, stop_word = -1, 0  # of those in which something is missing
+        for w in range(words[e + 1] - words[e]):
+            x = want[at + w]
+            if tier == 1:
+                x &= ~claimed[claim + w]
+            missing[w] = x
+            if x != 0:
+                stop_word = w + 1
+                if first_word < 0:
+                    first_word = w
+        if first_word < 0:
+            closed[e] = True
+            continue
         turn = low + (r * 5 + round_ * 3) % (high - low)
         for j in range(high - low):
             o = turn + j
             if o >= high:
                 o -= high - low
-            if busy[tier, sharing.share_rank[o]] == round_ or (tier == 1 and inside_low <= o < inside_high):
+            if busy[tier, share_rank[o]] == round_ or (tier == 1 and inside_low <= o < inside_high):
                 continue
+            tries += 1
             units = 0
-            for w in range(num_words):
-                x = want[at + w] & held[words[o] + w]
-                if tier == 1:
-                    x &= ~claimed[claim + w]
+            for w in range(first_word, stop_word):
+                x = missing[w] & held[words[o] + w]
                 if x != 0:
                     units += count_bits(x)
             count = units * mean_blocks[d]
@@ -214,30 +238,35 @@ def _match(
                 return e, o
             if count > most:
                 best_e, best_o, most = e, o, count
+            if tries >= TRIES and most * 4 >= cap * 3:
+                return best_e, best_o
     return best_e, best_o
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _take(
     e: int,
     o: int,
     tier: int,
     cap: int,
-    sharing: Sharing,
+    unit_count: IntArray,
+    unit_ptr: IntArray,
+    share_document: IntArray,
     words: IntArray,
     group: Scalar,
     held: WordArray,
     want: WordArray,
     claimed: WordArray,
     copies: IntArray,
+    places: IntArray,
     unit: IntArray,
     n: int,
 ) -> int:
     """Move the rarest units of share ``o`` that share ``e`` lacks into a message; returns how many."""
-    d = sharing.share_document[e]
-    base = sharing.unit_ptr[d]
+    d = share_document[e]
+    base = unit_ptr[d]
     found = n
-    most = 0
+    blocks = 0
     for w in range(words[e + 1] - words[e]):
         x = want[words[e] + w] & held[words[o] + w]
         if tier == 1:
@@ -247,20 +276,21 @@ def _take(
             x &= x - np.uint64(1)
             unit[found] = u
             found += 1
-            most = max(most, copies[u])
-    taken = blocks = 0
-    # rarest first; inside a node everyone gets everything soon, so order hardly matters
-    lowest = 1 if tier == 1 else most
-    for rarity in range(lowest, most + 1):
-        for i in range(n + taken, found):
+            blocks += unit_count[u]
+    taken = found - n
+    if blocks > cap:
+        if tier == 1:  # inside a node everyone gets everything soon, so order hardly matters
+            _sort_by_copies(unit[n:found], copies, places)
+        taken = blocks = 0
+        for i in range(n, found):
             u = unit[i]
-            if (tier == 1 and copies[u] != rarity) or (taken and blocks + sharing.unit_count[u] > cap):
+            if taken and blocks + unit_count[u] > cap:
                 continue
             unit[i], unit[n + taken] = unit[n + taken], u
             taken += 1
-            blocks += sharing.unit_count[u]
-        if blocks * 20 >= cap * 19:
-            break
+            blocks += unit_count[u]
+            if blocks * 20 >= cap * 19:
+                break
     one = np.uint64(1)
     for i in range(n, n + taken):
         w, bit = (unit[i] - base) >> 6, one << np.uint64((unit[i] - base) & 63)
@@ -272,7 +302,23 @@ def _take(
     return taken
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
+def _sort_by_copies(unit: IntArray, copies: IntArray, places: IntArray) -> None:
+    """Rarest units first, equally rare ones in order; ``places`` is scratch, zero before and after."""
+    least, most = copies[unit[0]], 0
+    for u in unit:
+        least, most = min(least, copies[u]), max(most, copies[u])
+        places[copies[u] + 1] += 1
+    for k in range(least, most + 1):
+        places[k + 1] += places[k]
+    unsorted = unit.copy()
+    for u in unsorted:
+        unit[places[copies[u]]] = u
+        places[copies[u]] += 1
+    places[least : most + 2] = 0
+
+
+@njit(cache=True, error_model="numpy")
 def count_bits(x: Scalar) -> Scalar:
     """Bits set in a 64-bit word."""
     x = x - ((x >> np.uint64(1)) & np.uint64(0x5555555555555555))
@@ -281,7 +327,7 @@ def count_bits(x: Scalar) -> Scalar:
     return np.int64((x * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def lowest_bit(x: Scalar) -> Scalar:
     """Index of the lowest bit set in a word that is not 0."""
     return count_bits((x & (~x + np.uint64(1))) - np.uint64(1))

@@ -29,7 +29,7 @@ class Case:
     shape : AttentionShape
         Heads of one rank.
     speed : FloatArray or None, shape [cp_size]
-        Compute speed of each rank relative to the hardware's; None: all 1.
+        Compute speed of each rank relative to the hardware's; None: the hardware file's, or all 1.
 
     Raises
     ------
@@ -55,8 +55,9 @@ class Case:
                 f"the documents hold {self.lengths.sum()} tokens but {self.cp_size} ranks with --tokens-per-rank "
                 f"{self.tokens_per_rank} have room for {room}; raise one of the two"
             )
-        if self.speed is not None:
-            speed = np.asarray(self.speed, dtype=np.float64)
+        given = self.hardware.speeds if self.speed is None and self.hardware.speeds else self.speed
+        if given is not None:
+            speed = np.asarray(given, dtype=np.float64)
             if speed.shape != (self.cp_size,):
                 raise ValueError(f"{speed.size} rank speeds were given for {self.cp_size} ranks")
             if not (np.isfinite(speed).all() and (speed > 0).all()):
@@ -67,7 +68,8 @@ class Case:
     @cached_property
     def forward(self) -> CostModel:
         """Prices of a forward pass."""
-        return self.hardware.cost(self.shape)
+        cost = self.hardware.cost(self.shape)
+        return cost if self.speed is None else replace(cost, speeds=tuple(self.speed.tolist()))
 
     @cached_property
     def backward(self) -> CostModel:

@@ -33,6 +33,8 @@ class HardwareModel:
         Per rank.
     sms, comm_sms : int
         SMs per rank, and how many of them communication occupies.
+    speeds : tuple of float
+        Compute speed of each context-parallel rank relative to ``kernel_flops``; empty, or left out: all 1.
 
     Raises
     ------
@@ -52,10 +54,11 @@ class HardwareModel:
     memory_bytes: float
     sms: int
     comm_sms: int
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name == "name":
+            if field.name in ("name", "speeds"):
                 continue
             value = getattr(self, field.name)
             whole = field.type == "int"
@@ -63,10 +66,22 @@ class HardwareModel:
                 raise ValueError(f"hardware {self.name!r}: {field.name} must be a number, got {value!r}")
             if not math.isfinite(value) or value < 0 or (value == 0 and field.name != "comm_sms"):
                 raise ValueError(f"hardware {self.name!r}: {field.name} must be positive, got {value!r}")
+        object.__setattr__(self, "speeds", tuple(self._checked_speeds()))
         if self.comm_sms >= self.sms:
             raise ValueError(
                 f"hardware {self.name!r}: comm_sms {self.comm_sms} leaves nothing of {self.sms} SMs for compute"
             )
+
+    def _checked_speeds(self) -> list[float]:
+        values: object = self.speeds
+        if not isinstance(values, (list, tuple)):
+            raise ValueError(f"hardware {self.name!r}: speeds must be a list of one number per rank, got {values!r}")
+        out: list[float] = []
+        for rank, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"hardware {self.name!r}: the speed of rank {rank} must be positive, got {value!r}")
+            out.append(float(value))
+        return out
 
     def cost(self, shape: AttentionShape | None = None) -> CostModel:
         """Numbers for the planner, for one rank's heads."""
@@ -80,13 +95,15 @@ class HardwareModel:
             intra_bytes_per_s=self.intra_bytes_per_s,
             latency_s=self.latency_s,
             ranks_per_node=self.ranks_per_node,
+            speeds=self.speeds,
         )
 
     def to_yaml(self, path: str | Path) -> None:
         """Write the model as YAML."""
         import yaml
 
-        Path(path).write_text(yaml.safe_dump(dataclasses.asdict(self), sort_keys=False), encoding="utf-8")
+        values = {**dataclasses.asdict(self), "speeds": list(self.speeds)}
+        Path(path).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -151,7 +168,10 @@ def load_hardware(name_or_path: str) -> HardwareModel:
     if not isinstance(values, dict):
         raise ValueError(f"hardware file {path}: expected a mapping of names to numbers")
     known = {field.name for field in dataclasses.fields(HardwareModel)}
-    for what, names in (("lacks", known - values.keys()), ("has the unknown entry", values.keys() - known)):
+    for what, names in (
+        ("lacks", known - values.keys() - {"speeds"}),
+        ("has the unknown entry", values.keys() - known),
+    ):
         if names:
             raise ValueError(f"hardware file {path} {what} {', '.join(sorted(map(str, names)))}")
     floats = {f.name for f in dataclasses.fields(HardwareModel) if f.type == "float"}
