@@ -40,6 +40,10 @@ class FcpConfig:
         Blocks that one point-to-point message may carry (``--fcp-blocks-per-message``).
     rounds_per_stage : int or None
         Communication rounds merged into one compute stage (``--fcp-rounds-per-stage``); None lets the planner cut.
+    kv_buffer_tokens : int or None
+        KV tokens of other ranks that a rank may hold at once (``--fcp-kv-buffer-tokens``); backward holds as many
+        tokens of fp32 dKV and what arrives beside them. None: 24 times the tokens of a rank with a hardware model, no
+        limit of its own without.
     ranks_per_node : int
         Ranks that share the fast network tier (``--fcp-ranks-per-node``); 1 means one flat network.
     kernel : str
@@ -60,6 +64,7 @@ class FcpConfig:
     mask: Mask = "causal"
     blocks_per_message: int = 16
     rounds_per_stage: int | None = None
+    kv_buffer_tokens: int | None = None
     ranks_per_node: int = 1
     kernel: str = "auto"
     timeout_s: float = 600.0
@@ -72,6 +77,8 @@ class FcpConfig:
             check_at_least("--fcp-block-size", self.block_size, 1)
         if self.rounds_per_stage is not None:
             check_at_least("--fcp-rounds-per-stage", self.rounds_per_stage, 1)
+        if self.kv_buffer_tokens is not None:
+            check_at_least("--fcp-kv-buffer-tokens", self.kv_buffer_tokens, 1)
         if self.max_ctas is not None:
             check_at_least("--fcp-max-ctas", self.max_ctas, 1)
         check_at_least("--fcp-blocks-per-message", self.blocks_per_message, 1)

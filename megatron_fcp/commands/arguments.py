@@ -21,7 +21,7 @@ LARGEST = 2**31
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _TRAINING_FLAGS = (("--context-parallel-size", "--cp-size"), ("--fcp-", "--"))
 _STREAM = ("lengths", "cp_size", "tokens_per_rank")
-_PLANNER = ("block_size", "mask", "ranks_per_node", "rounds_per_stage", "blocks_per_message")
+_PLANNER = ("block_size", "mask", "ranks_per_node", "rounds_per_stage", "blocks_per_message", "kv_buffer_tokens")
 _NOT_WITH_HARDWARE = ("rounds_per_stage", "blocks_per_message")
 
 
@@ -84,6 +84,12 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         metavar="K",
         help=f"blocks that one message may carry (default: {FcpConfig.blocks_per_message})",
+    )
+    planner.add_argument(
+        "--kv-buffer-tokens",
+        type=at_least(1),
+        metavar="K",
+        help="KV tokens of other ranks that a rank may hold at once (default: 24 * T with --hardware)",
     )
 
 

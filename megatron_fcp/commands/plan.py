@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 
 from megatron_fcp.commands.arguments import add_kv_arguments, add_stream_arguments, plan_of
+from megatron_fcp.plan.bounded import DEFAULT_MULTIPLE
 from megatron_fcp.plan.planfile import write_plan
 from megatron_fcp.plan.report import PlanReport, report
 
@@ -39,12 +40,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(figures.to_dict(), indent=2))
     else:
-        print(format_report(figures))
+        print(format_report(figures, _limit(arguments, figures)))
     return 0
 
 
-def format_report(figures: PlanReport) -> str:
-    """The figures as a short table."""
+def _limit(arguments: argparse.Namespace, figures: PlanReport) -> int | None:
+    """KV tokens that a rank was allowed to hold; None where there was no limit, or a file does not tell."""
+    if arguments.kv_buffer_tokens is None and arguments.hardware is not None:
+        return DEFAULT_MULTIPLE * figures.tokens_per_rank
+    return arguments.kv_buffer_tokens
+
+
+def format_report(figures: PlanReport, limit: int | None = None) -> str:
+    """The figures as a short table; ``limit``: KV tokens that a rank may hold."""
     r = figures
     mask = f"{r.mask} mask" if r.window is None else f"{r.mask} mask, window {r.window:,}"
     padding = 1 - r.real_tokens / (r.cp_size * r.tokens_per_rank)
@@ -65,7 +73,8 @@ def format_report(figures: PlanReport) -> str:
         ("a zig-zag ring", f"{_bytes(r.ring_kv_tokens * r.kv_token_bytes)} ({saved})"),
         (
             "memory, forward",
-            f"{_bytes(r.forward_bytes)} on the busiest rank: {r.held_kv_tokens_forward:,} tokens of KV",
+            f"{_bytes(r.forward_bytes)} on the busiest rank: {r.held_kv_tokens_forward:,} tokens of KV"
+            + ("" if limit is None else f" of {limit:,} allowed"),
         ),
         (
             "memory, backward",

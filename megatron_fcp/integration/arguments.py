@@ -84,6 +84,14 @@ def _add_planner_arguments(group: argparse._ArgumentGroup) -> None:
         help=f"Blocks that one message may carry (default: {_DEFAULTS.blocks_per_message}).",
     )
     group.add_argument(
+        "--fcp-kv-buffer-tokens",
+        type=int,
+        default=None,
+        metavar="TOKENS",
+        help="KV tokens of other ranks that a rank may hold at once, and of fp32 dKV in backward. Default: with a "
+        "hardware model 24 times the tokens of a rank.",
+    )
+    group.add_argument(
         "--fcp-ranks-per-node",
         type=int,
         default=None,

@@ -79,6 +79,7 @@ def config_from_args(args: Namespace) -> tuple[FcpConfig, CostModel | None]:
         "layout": args.fcp_layout,
         "blocks_per_message": args.fcp_blocks_per_message,
         "rounds_per_stage": args.fcp_rounds_per_stage,
+        "kv_buffer_tokens": args.fcp_kv_buffer_tokens,
         "ranks_per_node": args.fcp_ranks_per_node,
         "kernel": args.fcp_kernel,
         "timeout_s": args.fcp_timeout,

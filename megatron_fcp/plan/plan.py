@@ -14,6 +14,7 @@ from megatron_fcp.config import FcpConfig, check_at_least
 from megatron_fcp.plan.arrays import IntArray, frozen
 from megatron_fcp.plan.backward import PushSchedule, reverse_schedule
 from megatron_fcp.plan.blocks import BlockTable, build_block_table, check_lengths
+from megatron_fcp.plan.bounded import DEFAULT_MULTIPLE, check_limit, received_tokens, within_limit
 from megatron_fcp.plan.calls import Calls, split_calls
 from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.plan.layout import PlanLayout, build_layout
@@ -140,8 +141,8 @@ def make_plan(
     Raises
     ------
     ValueError
-        For bad lengths, a stream too short for them, a block size that does not divide ``tokens_per_rank``, or a window
-        that is negative or comes with a full mask.
+        For bad lengths, a stream too short for them, a block size that does not divide ``tokens_per_rank``, a limit of
+        held KV below two rounds, or a window that is negative or comes with a full mask.
     """
     config = config or FcpConfig()
     check_at_least("--context-parallel-size", cp_size, 1)
@@ -161,7 +162,8 @@ def make_plan(
         placement = place_strips(table, cp_size)
     else:
         placement = place_strips(table, cp_size, hardware.token_s(1) / hardware.pair_s)
-    ranks_per_node = config.ranks_per_node if hardware is None else hardware.ranks_per_node
+    planned_for = None if config.mask != "causal" else hardware
+    ranks_per_node = config.ranks_per_node if planned_for is None else planned_for.ranks_per_node
     return _with_ordinary_rounds(table, placement, config, ranks_per_node)
 
 
@@ -200,7 +202,24 @@ def _with_ordinary_rounds(table: BlockTable, placement: Placement, config: FcpCo
         ranks_per_node=ranks_per_node,
         rounds_per_stage=config.rounds_per_stage,
     )
+    if config.kv_buffer_tokens is not None:
+        schedule = _limited(table, placement, schedule, ranks_per_node, config.kv_buffer_tokens, config)
     return Plan(table, placement, schedule, ranks_per_node)
+
+
+def _limited(
+    table: BlockTable,
+    placement: Placement,
+    schedule: CommSchedule,
+    ranks_per_node: int,
+    limit: int,
+    config: FcpConfig,
+) -> CommSchedule:
+    """``schedule`` if no rank receives more than it may hold at once, else one that keeps the limit in stages."""
+    check_limit(limit, table.block_size)
+    if (received_tokens(table, schedule, placement.cp_size) <= limit).all():
+        return schedule
+    return within_limit(table, placement, ranks_per_node, limit, config.blocks_per_message)
 
 
 def _block_size(
@@ -229,4 +248,6 @@ def _plan_for(
         lengths, num_tokens=cp_size * tokens_per_rank, block_size=block_size, mask=config.mask, starts=starts
     )
     placement, schedule, _ = place_and_schedule(table, cp_size, cost)
+    limit = DEFAULT_MULTIPLE * tokens_per_rank if config.kv_buffer_tokens is None else config.kv_buffer_tokens
+    schedule = _limited(table, placement, schedule, cost.ranks_per_node, limit, config)
     return Plan(table, placement, schedule, cost.ranks_per_node)
