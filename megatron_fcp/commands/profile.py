@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit, write."""
-    from megatron_fcp.testing.measure import KernelBench, fit_kernel, fit_link, measure_links, shapes
+    from megatron_fcp.testing.measure import KernelBench, fit_link, fit_rates, measure_links, shapes
 
     grid = shapes(arguments.longest)
     note(
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         for q, kv in grid:
             samples.append(bench.measure(q, kv))
             step(f"{q} queries, {kv} keys")
-    kernel = fit_kernel(samples, bench.flops_per_pair)
+    kernel = fit_rates(samples, bench.flops_per_pair)
     links = measure_links(arguments.device)
     latency, rate = fit_link(links)
     model = HardwareModel(

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_fcp.commands.arguments import at_least
-from megatron_fcp.commands.kernel_fit import KernelFit, fit_kernel
 from megatron_fcp.commands.output import duration, note, percent, print_json, print_table, progress
 from megatron_fcp.plan.arrays import FloatArray, IntArray
 from megatron_fcp.plan.plan import Plan
@@ -28,6 +27,7 @@ from megatron_fcp.plan.planfile import read_plan
 from megatron_fcp.plan.work import StageWork
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.hardware import PRESETS, AttentionShape, HardwareModel, load_hardware
+from megatron_fcp.simulate.kernel_fit import KernelFit, fit_kernel
 from megatron_fcp.simulate.kernels import BACKWARD_FLOPS
 from megatron_fcp.simulate.lower import plan_program
 from megatron_fcp.simulate.program import COMPUTE, Program, Timeline

@@ -14,6 +14,8 @@ import torch
 
 from megatron_fcp.plan.work import StageWork
 from megatron_fcp.runtime.kernels import Gradients, WorkList, select_kernel
+from megatron_fcp.simulate.kernel_fit import fit_kernel
+from megatron_fcp.simulate.kernels import BACKWARD_FLOPS
 
 REPEATS = 5
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
@@ -28,8 +30,8 @@ class Sample(NamedTuple):
     backward_s: float
 
 
-class KernelFit(NamedTuple):
-    """The cost model that fits the samples best; ``spread`` is the standard deviation of the relative error."""
+class KernelRates(NamedTuple):
+    """What a hardware file says about kernels; ``spread`` is the root mean square of the fit's relative errors."""
 
     flops: float
     q_half: float
@@ -102,20 +104,12 @@ def _rectangle(queries: int, keys: int) -> StageWork:
     return StageWork(zero, q, zero, k, False, keys, zero, np.array([0, keys], dtype=np.int64))
 
 
-def fit_kernel(samples: Sequence[Sample], flops_per_pair: int) -> KernelFit:
-    """Rate and half lengths by a search over a grid, relative errors counted alike; backward's rate by its median."""
-    q = np.array([s.queries for s in samples], dtype=np.float64)
-    k = np.array([s.keys for s in samples], dtype=np.float64)
-    log_time = np.log([s.forward_s for s in samples])
-    grid = np.geomspace(1, 2000, 77)
-    error, qh, kh, level = min(
-        (float(np.std(rest)), a, b, float(np.mean(rest)))
-        for a in grid
-        for b in grid
-        for rest in (log_time - np.log((q + a) * (k + b)),)
-    )
-    ratio = statistics.median(2.5 * s.forward_s / s.backward_s for s in samples)
-    return KernelFit(flops_per_pair / float(np.exp(level)), float(qh), float(kh), ratio, error)
+def fit_rates(samples: Sequence[Sample], flops_per_pair: int) -> KernelRates:
+    """Forward's rate and half lengths by least squares, backward's rate by its median over the samples."""
+    works = [_rectangle(s.queries, s.keys) for s in samples]
+    fit = fit_kernel(works, np.array([s.forward_s for s in samples]), per_call=False)
+    ratio = statistics.median(BACKWARD_FLOPS * s.forward_s / s.backward_s for s in samples)
+    return KernelRates(flops_per_pair / fit.pair_s, fit.q_half, fit.kv_half, ratio, fit.error)
 
 
 def measure_links(device: str) -> list[tuple[int, float]]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_fcp.cli import main
-from megatron_fcp.commands.kernel_fit import fit_kernel
 from megatron_fcp.commands.replay import HELD_STAGES, choose_ranks, combine
 from megatron_fcp.config import FcpConfig
 from megatron_fcp.plan import Plan, make_plan
@@ -21,8 +20,10 @@ from megatron_fcp.runtime.kernels.reference import Reference
 from megatron_fcp.runtime.replay import ReplayShape, StageSeconds, replay_rank
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.hardware import AttentionShape, load_hardware
+from megatron_fcp.simulate.kernel_fit import fit_kernel
 from megatron_fcp.simulate.lower import plan_program
 from megatron_fcp.simulate.program import COMPUTE, Program
+from megatron_fcp.testing.measure import Sample, fit_rates, shapes
 
 pytestmark = pytest.mark.runtime
 
@@ -143,6 +144,17 @@ def test_fit_finds_the_model_that_made_the_times() -> None:
     assert fit.error < 1e-9
     got = fit.pair_s, fit.q_half, fit.kv_half, fit.call_s
     np.testing.assert_allclose(got, (pair_s, q_half, kv_half, call_s), rtol=1e-6)
+
+
+def test_profile_fits_the_same_model() -> None:
+    samples = [
+        Sample(q, k, (q + 128.0) * (k + 32.0) * 2e-11, (q + 128.0) * (k + 32.0) * 2e-11 * 2.5 / 0.8)
+        for q, k in shapes(4096)
+    ]
+    rates = fit_rates(samples, flops_per_pair=2048)
+    assert rates.spread < 1e-9
+    got = rates.flops, rates.q_half, rates.kv_half, rates.backward_rate
+    np.testing.assert_allclose(got, (2048 / 2e-11, 128, 32, 0.8), rtol=1e-6)
 
 
 def test_choice_of_ranks() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_fcp.plan.arrays import FloatArray
 from megatron_fcp.plan.work import StageWork
 
-HALF_LENGTHS = np.geomspace(1.0, 1024.0, 61)  # six per octave
+HALF_LENGTHS = np.geomspace(1.0, 2048.0, 67)  # six per octave
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class KernelFit:
     error: float
 
 
-def fit_kernel(works: Sequence[StageWork], seconds: FloatArray) -> KernelFit:
+def fit_kernel(works: Sequence[StageWork], seconds: FloatArray, *, per_call: bool = True) -> KernelFit:
     """Least squares on relative errors: the two rates in closed form, the half lengths on a grid.
 
     Parameters
@@ -43,6 +43,8 @@ def fit_kernel(works: Sequence[StageWork], seconds: FloatArray) -> KernelFit:
         None is empty.
     seconds : FloatArray, shape [len(works)]
         What each took; positive.
+    per_call : bool
+        Whether a call has a fixed time of its own; False for a cost model that has no place for one.
     """
     assert len(works) == seconds.size
     assert (seconds > 0).all()
@@ -52,7 +54,7 @@ def fit_kernel(works: Sequence[StageWork], seconds: FloatArray) -> KernelFit:
     for q_half in HALF_LENGTHS:
         for kv_half in HALF_LENGTHS:
             moving = features @ np.array([1.0, q_half, kv_half, q_half * kv_half])
-            pair_s, call_s = _two_rates(moving, fixed)
+            pair_s, call_s = _two_rates(moving, fixed) if per_call else (_one_rate(moving), 0.0)
             error = float(np.sqrt(((moving * pair_s + fixed * call_s - 1) ** 2).mean()))
             if best is None or error < best.error:
                 best = KernelFit(pair_s, float(q_half), float(kv_half), call_s, error)
@@ -68,7 +70,12 @@ def _two_rates(a: FloatArray, b: FloatArray) -> tuple[float, float]:
         x, y = (a.sum() * bb - b.sum() * ab) / determinant, (b.sum() * aa - a.sum() * ab) / determinant
         if x > 0 and y >= 0:
             return float(x), float(y)
-    return float(a.sum()) / aa, 0.0
+    return _one_rate(a), 0.0
+
+
+def _one_rate(a: FloatArray) -> float:
+    """``x`` that brings ``a x`` nearest to 1."""
+    return float(a.sum()) / float(a @ a)
 
 
 def _features(work: StageWork) -> tuple[float, float, float, float]:
