@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif missing := _missing_packages():
         notes.append(f"{missing} is not installed here, so Megatron's own checks of the flags did not run")
     else:
-        problems += _ask_megatron(launch, known=bool(problems))
+        problems = list(dict.fromkeys([*problems, *_ask_megatron(launch, known=bool(problems))]))
     if launch.flags.get("--context-parallel-backend") != "fcp":
         notes.append("the config does not pass --context-parallel-backend fcp; the figures are those with it")
     result: Forecast | None = None
@@ -108,7 +108,7 @@ def _missing_packages() -> str | None:
 def _ask_megatron(launch: LaunchConfig, known: bool) -> list[str]:
     """Problems that Megatron's parser and checks, and FCP's refusals, find; in a process of their own.
 
-    Where the division of GPUs is known to be wrong, Megatron's first assertion says the same again and is left out.
+    Where the division of GPUs is known to be wrong, Megatron's first complaint says the same again and is left out.
     """
     request = {"argv": launch.argv(), "world_size": launch.gpus, "environment": dict(launch.environment)}
     answer = subprocess.run(
@@ -121,7 +121,7 @@ def _ask_megatron(launch: LaunchConfig, known: bool) -> list[str]:
         last = (answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"])[-1]
         return [f"Megatron's checks could not run: {last}"]
     whose = {"parser": "Megatron's parser: ", "megatron": "Megatron: ", "fcp": ""}
-    return [whose[p["by"]] + " ".join(p["text"].split()) for p in found if not (known and p["by"] != "parser")]
+    return [whose[p["by"]] + " ".join(p["text"].split()) for p in found if not (known and p["by"] == "megatron")]
 
 
 def _forecast(arguments: argparse.Namespace, job: Job) -> Forecast:

@@ -148,10 +148,18 @@ def test_scripts_ask_the_doctor_and_train(tmp_path: Path) -> None:
     assert "ready to launch" in ran.stdout
     assert "iteration        1/       1" in ran.stdout
     assert "> FCP: reshuffle layout" in ran.stdout
-    refused = submit("--global-batch-size", "3", "--micro-batch-size", "2")
+    refused = submit("--global-batch-size", "3", "--micro-batch-size", "2", "--qk-clip", "--no-such-flag")
     assert refused.returncode == 1
     assert "--global-batch-size 3 is not a multiple" in refused.stdout
     assert "initializing torch distributed" not in refused.stdout
+    # The doctor's own finding and FCP's come together; Megatron's, which says the former again, is left out.
+    assert "--no-such-flag" in refused.stdout
+    assert "3 refused" in refused.stdout
     elsewhere = submit(SLURM_JOB_NUM_NODES="2")
     assert elsewhere.returncode == 2
     assert "is for 1 nodes of 2 GPUs, and this job has 2" in elsewhere.stderr
+    config.write_text(config.read_text().replace("GPUS: 2", "GPUS: 16"))
+    command = ["bash", str(ROOT / "examples" / "torchrun.sh"), str(config), str(PRETRAIN_SCRIPT)]
+    several = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=100)
+    assert several.returncode == 2
+    assert "is for 2 nodes; set NODE_RANK and MASTER_ADDR on each of them" in several.stderr

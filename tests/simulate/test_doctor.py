@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,36 @@ def test_experts_have_a_split_of_their_own() -> None:
     shared = whole[0] / 2 - expert_parameters
     assert whole[2] == pytest.approx(12 * (shared / 16 + expert_parameters / 4))  # 32 GPUs hold each expert 4 times
     assert weight_bytes(model, Parallel(tensor=2, expert=8), 16)[0] / 2 == pytest.approx(shared + expert_parameters / 2)
+
+
+def test_estimates_do_without_torch_and_megatron(config: Write) -> None:
+    code = (
+        "import sys; from megatron_fcp.cli import main; status = main(sys.argv[1:]); "
+        "print(status, any(name.partition('.')[0] in ('torch', 'megatron') for name in sys.modules))"
+    )
+    argv = ["doctor", "--config", config(), "--no-megatron", "--no-tune"]
+    out = subprocess.check_output([sys.executable, "-c", code, *argv], text=True)
+    assert "memory of a GPU" in out
+    assert out.endswith("0 False\n")
+
+
+@pytest.mark.parametrize(("absent", "named"), [("torch", "PyTorch"), ("megatron.training", "Megatron")])
+def test_where_megatron_is_not_installed_the_doctor_says_so(
+    config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, absent: str, named: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == absent else object())
+    assert main(["doctor", "--config", config(), "--no-tune", "--json"]) == 0
+    (text,) = json.loads(capsys.readouterr().out)["notes"]
+    assert text == f"{named} is not installed here, so Megatron's own checks of the flags did not run"
+
+
+def test_checks_that_cannot_run_are_no_pass(
+    config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert main(["doctor", "--config", config(), "--no-tune"]) == 1
+    assert "refused: Megatron's checks could not run: exit status 1" in capsys.readouterr().out
 
 
 def test_scripts_get_what_the_config_says(config: Write, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
