@@ -47,6 +47,14 @@ def test_rare_attention(runs: Runs, layout: str) -> None:
     assert_equal(runs(2, RARE, **fcp(layout), **EOD), runs(model=RARE, **EOD))
 
 
+@pytest.mark.nightly(seconds=9)
+@pytest.mark.feature("Attention: MLA with 192 channels per key and 128 per value")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mla_of_full_size(runs: Runs, layout: str) -> None:
+    model = {**MLA, "rope_type": "yarn", "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    assert_equal(runs(2, model, **fcp(layout), **EOD), runs(model=model, **EOD))
+
+
 @pytest.mark.feature("Precision: fp16, static loss scale")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fp16_stays_within_rounding(runs: Runs, layout: str) -> None:
@@ -100,7 +108,7 @@ SLOW = {"full, saved activations distributed, cp 2 x tp 2", "selective, experts"
 @pytest.mark.feature("Recomputation: {kind}")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.nightly(seconds=10)] if k in SLOW else []) for k in RECOMPUTATION]
+    "kind", [pytest.param(k, marks=[pytest.mark.nightly(seconds=12)] if k in SLOW else []) for k in RECOMPUTATION]
 )
 def test_recomputation_equals_one_rank(runs: Runs, kind: str, layout: str) -> None:
     model, world_size, flags = RECOMPUTATION[kind]
