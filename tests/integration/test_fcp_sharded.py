@@ -67,13 +67,16 @@ def train(runs: Runs) -> Any:
     return lambda world_size, **flags: run(world_size, tuple(flags.items()))
 
 
-def nightly(kind: str) -> tuple[Any, ...]:
-    return (pytest.mark.nightly(seconds=14),) if kind.endswith(("gradients", "optimizer", "nothing")) else ()
+IN_EVERY_RUN = {("Megatron-FSDP, parameters", layout) for layout in LAYOUTS} | {("PyTorch FSDP2", "resident")}
+CASES = [
+    pytest.param(kind, layout, marks=[] if (kind, layout) in IN_EVERY_RUN else pytest.mark.nightly(seconds=14))
+    for kind in SHARDING
+    for layout in LAYOUTS
+]
 
 
 @pytest.mark.feature("Optimizer: {kind} sharded, cp 2 x dp 2")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=nightly(kind)) for kind in SHARDING])
+@pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_sharded_equals_one_rank(train: Any, kind: str, layout: str) -> None:
     """The nightly cases took 11 to 16 s each while the two cores were shared."""
     result, reference = train(4, **fcp(layout), **SHARDING[kind]), train(1)
