@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -195,3 +196,17 @@ def test_unmodified_script_under_the_launcher(checkout: Checkout, data: dict[str
     for layout in LAYOUTS:
         losses = launch(script, 2, tiny_model_args(**flags, **fcp(layout)))
         assert losses == pytest.approx(alone, rel=2e-6)  # printed with seven digits
+
+
+def test_the_command_of_the_docs(checkout: Checkout) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "releases.md").read_text()
+    found = re.search(r"```\nMEGATRON=/path/to/Megatron-LM\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    command = f"MEGATRON={shlex.quote(str(checkout.path))}\n{found[1]}"
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-9000:]
+    losses = [float(value) for value in re.findall(r"lm loss: (\S+)", done.stdout)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] < 6.5
+    assert "FCP: resident layout, 8 blocks of 8 tokens on each of 2 ranks" in done.stdout
