@@ -10,6 +10,7 @@ Mask = Literal["causal", "full"]
 Layout = Literal["reshuffle", "resident"]
 
 MAX_AUTO_BLOCK_SIZE = 4096
+HEAD_GROUPS = 4  # at most; each group repeats the latency of every message and the launch of every kernel
 
 
 def check_choice(flag: str, value: object, choices: tuple[str, ...]) -> None:
@@ -50,6 +51,9 @@ class FcpConfig:
         Attention kernel (``--fcp-kernel``); "auto" takes the best that can do the job and says why.
     timeout_s : float
         Seconds (``--fcp-timeout``) a transfer may take before every rank stops with a report.
+    head_groups : int
+        Groups of KV heads, at most (``--fcp-head-groups``), that the reshuffle layout brings in, attends to and takes
+        home one after the other, so that each moves while another is attended to.
     max_ctas : int or None
         SMs that NCCL may take for FCP's transfers (``--fcp-max-ctas``); None leaves it to NCCL.
 
@@ -69,6 +73,7 @@ class FcpConfig:
     kernel: str = "auto"
     timeout_s: float = 600.0
     max_ctas: int | None = None
+    head_groups: int = HEAD_GROUPS
 
     def __post_init__(self) -> None:
         check_choice("--fcp-layout", self.layout, get_args(Layout))
@@ -83,6 +88,7 @@ class FcpConfig:
             check_at_least("--fcp-max-ctas", self.max_ctas, 1)
         check_at_least("--fcp-blocks-per-message", self.blocks_per_message, 1)
         check_at_least("--fcp-ranks-per-node", self.ranks_per_node, 1)
+        check_at_least("--fcp-head-groups", self.head_groups, 1)
         if not self.timeout_s > 0:
             raise ValueError(f"--fcp-timeout must be a positive number of seconds, got {self.timeout_s!r}")
 

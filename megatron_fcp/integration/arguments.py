@@ -63,6 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="SMs that NCCL may take for FCP's transfers; the rest stays with attention. Default: NCCL decides.",
     )
+    group.add_argument(
+        "--fcp-head-groups",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Groups of KV heads, at most, that the reshuffle layout brings in, attends to and takes home in turn: one "
+        f"moves while another is attended to. 1: no overlap (default: {_DEFAULTS.head_groups}).",
+    )
     _add_planner_arguments(group)
     return parser
 

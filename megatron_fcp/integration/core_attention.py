@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron_fcp.integration import session
 from megatron_fcp.integration.packed import layout_of
 from megatron_fcp.integration.windows import layer_window
-from megatron_fcp.runtime import fcp_attention, reshuffle, select_kernel
+from megatron_fcp.runtime import fcp_attention, reshuffled_attention, select_kernel
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -170,10 +170,9 @@ class FcpCoreAttention(MegatronModule):
         if run.settings.resident:
             out = fcp_attention(q, k, v, **attend)
         else:
-            route = layout.route(q.device)
-            q, k, v = reshuffle((q, k, v), route, comm)
-            out = fcp_attention(q, k, v, **attend)
-            (out,) = reshuffle((out,), route.reverse(), comm)
+            out = reshuffled_attention(
+                q, k, v, route=layout.route(q.device), max_groups=run.settings.config.head_groups, **attend
+            )
         return out.reshape(sequence, batch, -1)
 
     def _kernel_for(self, q: torch.Tensor, k: torch.Tensor) -> Any:

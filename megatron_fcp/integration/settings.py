@@ -84,6 +84,7 @@ def config_from_args(args: Namespace) -> tuple[FcpConfig, CostModel | None]:
         "kernel": args.fcp_kernel,
         "timeout_s": args.fcp_timeout,
         "max_ctas": args.fcp_max_ctas,
+        "head_groups": args.fcp_head_groups,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     config = replace(config, **given)

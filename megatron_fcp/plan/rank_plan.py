@@ -55,6 +55,8 @@ class RankPlan:
         What backward attends to in each part of each stage, as one, two or three kernel calls.
     forward, backward : tuple of Step
         The two passes as straight lines of steps.
+    pulls_first : bool
+        In backward every push of every rank follows the last pull of all.
     """
 
     rank: int
@@ -67,6 +69,7 @@ class RankPlan:
     parts: tuple[tuple[tuple[StageWork, ...], ...], ...]
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
+    pulls_first: bool
 
     @property
     def stages(self) -> tuple[StageWork, ...]:
@@ -139,6 +142,7 @@ def derive_rank_plan(
         parts=_parts(table, local_blocks, stages, calls, layout, rank),
         forward=pass_steps(pull_slots, [Compute(stage) for stage in range(len(stages))], tokens),
         backward=pass_steps([slot for _, slot in merged], backward, tokens),
+        pulls_first=bool((push.after_pull >= schedule.num_rounds - 1).all()),
     )
 
 

@@ -7,6 +7,7 @@
                                                   |-- merge     partial outputs -> whole
                                                   '-- transport Communicator: rounds over torch.distributed
     Route --> CompiledRoute --> reshuffle             tokens between Megatron's layout and the plan's
+    both --> reshuffled_attention                     tokens move while other heads are attended to
 """
 
 from megatron_fcp.runtime.attention import fcp_attention
@@ -15,6 +16,7 @@ from megatron_fcp.runtime.compiled import CompiledPlan
 from megatron_fcp.runtime.errors import FcpError, FcpTimeout, PeerLost, PlanMismatch
 from megatron_fcp.runtime.kernels import Kernel, select_kernel
 from megatron_fcp.runtime.reshuffle import CompiledRoute, reshuffle
+from megatron_fcp.runtime.reshuffled import reshuffled_attention
 
 __all__ = [
     "Communicator",
@@ -27,5 +29,6 @@ __all__ = [
     "PlanMismatch",
     "fcp_attention",
     "reshuffle",
+    "reshuffled_attention",
     "select_kernel",
 ]

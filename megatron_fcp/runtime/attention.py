@@ -10,6 +10,7 @@ Nothing is decided here: a plan's passes are straight lines of steps (:mod:`mega
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,19 +69,28 @@ def fcp_attention(
     FcpTimeout, PeerLost
         If another rank stalls or dies.
     """
-    _check(q, k, v, plan, comm)
-    if sink is not None and sink.shape != (q.shape[1],):
-        raise ValueError(f"the sink must have one logit for each of {q.shape[1]} heads; got shape {tuple(sink.shape)}")
+    check_inputs(q, k, v, plan, comm, sink)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
     return _Attention.apply(q, k.to(q.dtype), v.to(q.dtype), sink, plan, comm, kernel, scale)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: CompiledPlan, comm: Transport | None) -> None:
+def check_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: CompiledPlan,
+    comm: Transport | None,
+    sink: torch.Tensor | None = None,
+    *,
+    num_tokens: int | None = None,
+) -> None:
+    """Raise ValueError for shapes that do not fit each other or ``num_tokens`` (default: those of the plan)."""
+    num_tokens = plan.num_tokens if num_tokens is None else num_tokens
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.dim() == k.dim() == v.dim() == 3):
         raise ValueError(f"q, k and v must have shape [tokens, heads, head_dim]; got {shapes}")
-    if not (q.shape[0] == k.shape[0] == v.shape[0] == plan.num_tokens):
-        raise ValueError(f"the plan gives this rank {plan.num_tokens} tokens; got {shapes}")
+    if not (q.shape[0] == k.shape[0] == v.shape[0] == num_tokens):
+        raise ValueError(f"the plan gives this rank {num_tokens} tokens; got {shapes}")
     if q.shape[2] != k.shape[2] or k.shape[1] != v.shape[1] or q.shape[1] % max(k.shape[1], 1):
         raise ValueError(f"head counts or head dims of q, k and v do not fit each other: {shapes}")
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
@@ -89,6 +99,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: CompiledPlan
             f"the plan is that of rank {plan.rank_plan.rank} of {plan.rank_plan.cp_size}, "
             f"but the communicator is rank {rank} of {size}"
         )
+    if sink is not None and sink.shape != (q.shape[1],):
+        raise ValueError(f"the sink must have one logit for each of {q.shape[1]} heads; got shape {tuple(sink.shape)}")
 
 
 class ForwardPass:
@@ -116,11 +128,16 @@ class ForwardPass:
         self.kv = KVBuffers(k, v, [stage.kv_tokens for stage in plan.rank_plan.stages], comm)
         self.sum = Accumulator(q.shape[0], q.shape[1], v.shape[2], like=q)
 
-    def run(self, sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output in q's dtype and log-sum-exp in the accumulator's, both with ``sink``."""
+    def run(
+        self, sink: torch.Tensor | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output in q's dtype and log-sum-exp in the accumulator's, both with ``sink``.
+
+        ``meanwhile`` is called once all pulls are posted, which is the same place in the order of every rank.
+        """
         steps = self.plan.rank_plan.forward
         _enter(self.comm, "forward of attention", self.plan, steps)
-        for i, step in enumerate(steps):
+        for i, step in _with(meanwhile, _last(steps, "pull"), steps):
             _at(self.comm, i, step)
             with span("forward", step):
                 self._run(step)
@@ -180,11 +197,16 @@ class BackwardPass:
         self.kv = KVBuffers(k, v, tokens, comm)
         self.dkv = DKVBuffers(self.dk, self.dv, tokens, comm)
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dq, dk, dv) in the dtype of the inputs."""
+    def run(self, meanwhile: Callable[[], None] | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dq, dk, dv) in the dtype of the inputs.
+
+        ``meanwhile`` is called at one place in the order of all ranks: between the last pull and the first push of the
+        plan, or, where pushes go between pulls, once all are posted.
+        """
         steps = self.plan.rank_plan.backward
+        place = _last(steps, "pull") if self.plan.rank_plan.pulls_first else _last(steps, "pull", "push")
         _enter(self.comm, "backward of attention", self.plan, steps)
-        for i, step in enumerate(steps):
+        for i, step in _with(meanwhile, place, steps):
             _at(self.comm, i, step)
             with span("backward", step):
                 self._run(step)
@@ -214,6 +236,21 @@ class BackwardPass:
 def _enter(comm: Transport | None, task: str, plan: CompiledPlan, steps: tuple[Step, ...]) -> None:
     if comm is not None:
         comm.position.enter(task, plan.rank_plan.digest, len(steps), steps)
+
+
+def _last(steps: tuple[Step, ...], *kinds: str) -> int:
+    """Place behind the last exchange of some kinds."""
+    return max((i + 1 for i, step in enumerate(steps) if isinstance(step, Exchange) and step.kind in kinds), default=0)
+
+
+def _with(meanwhile: Callable[[], None] | None, place: int, steps: tuple[Step, ...]) -> Iterator[tuple[int, Step]]:
+    """Steps with their numbers; ``meanwhile`` is called when those before ``place`` are done."""
+    for i, step in enumerate(steps):
+        if i == place and meanwhile is not None:
+            meanwhile()
+        yield i, step
+    if place >= len(steps) and meanwhile is not None:
+        meanwhile()
 
 
 def _at(comm: Transport | None, index: int, step: Step) -> None:

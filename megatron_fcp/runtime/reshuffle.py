@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,6 +77,12 @@ def reshuffle(
     ValueError
         If a tensor does not have as many tokens as the route's source layout.
     """
+    check_route(tensors, route, comm)
+    return _Reshuffle.apply(route, comm, *tensors)
+
+
+def check_route(tensors: Sequence[torch.Tensor], route: CompiledRoute, comm: Transport | None) -> None:
+    """Raise ValueError for tensors or a communicator that do not fit a route."""
     for t in tensors:
         if t.shape[0] != route.route.num_source:
             raise ValueError(f"the route takes {route.route.num_source} tokens; got a tensor of shape {tuple(t.shape)}")
@@ -85,37 +92,64 @@ def reshuffle(
             f"the route is that of rank {route.route.rank} of {route.route.cp_size}, "
             f"but the communicator is rank {rank} of {size}"
         )
-    return _Reshuffle.apply(route, comm, *tensors)
 
 
-def move(tensors: Sequence[torch.Tensor], route: CompiledRoute, comm: Transport | None) -> tuple[torch.Tensor, ...]:
-    """:func:`reshuffle` without autograd and checks."""
-    out = tuple(t.new_zeros(route.route.num_destination, *t.shape[1:]) for t in tensors)
-    travelling: list[tuple[int, Pending, list[torch.Tensor]]] = []
-    rounds = route.route.rounds
-    if comm is not None:
-        comm.position.enter("reshuffle", "", len(rounds))
-    for i, r in enumerate(rounds):
-        if r.send_peer < 0 and r.recv_peer < 0:
-            continue
-        assert comm is not None, "a route that moves tokens needs a transport"
-        comm.position.step, comm.position.round = i, f"round {i}"
-        sends: list[Message] = []
-        recvs: list[Message] = []
-        if r.send_peer >= 0:
-            sends = [(r.send_peer, t.index_select(0, route.send_index[i])) for t in tensors]
-        if r.recv_peer >= 0:
-            recvs = [(r.recv_peer, t.new_empty(r.recv_index.size, *t.shape[1:])) for t in tensors]
-        travelling.append((i, comm.post(sends, recvs), [t for _, t in recvs]))
-    for source, destination in zip(tensors, out):
-        destination.index_copy_(0, route.stay_destination, source.index_select(0, route.stay_source))
-    for i, pending, received in travelling:
-        pending.wait_recvs()
-        for part, destination in zip(received, out):
-            destination.index_copy_(0, route.recv_index[i], part)
-    for _, pending, _ in travelling:
-        pending.wait()
-    return out
+class Move:
+    """Tokens on their way: posted when built, there after :meth:`finish`.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor, shape [route.num_source, ...]
+        Any strides. May be changed once this is built.
+    route, comm
+        As for :func:`reshuffle`.
+    into : sequence of Tensor, optional, shape [route.num_destination, ...]
+        Where they go, any strides; tokens that the route skips are left as they are. Default: new zeros.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        route: CompiledRoute,
+        comm: Transport | None,
+        into: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self._route = route
+        count = route.route.num_destination
+        self._into = tuple(t.new_zeros(count, *t.shape[1:]) for t in tensors) if into is None else tuple(into)
+        self._travelling: list[tuple[int, Pending, list[torch.Tensor]]] = []
+        rounds = route.route.rounds
+        position = None if comm is None else comm.position
+        before = None if position is None else replace(position)
+        if position is not None:
+            position.enter("reshuffle", position.digest, len(rounds))
+        for i, r in enumerate(rounds):
+            if r.send_peer < 0 and r.recv_peer < 0:
+                continue
+            assert comm is not None, "a route that moves tokens needs a transport"
+            comm.position.step, comm.position.round = i, f"round {i}"
+            sends: list[Message] = []
+            recvs: list[Message] = []
+            if r.send_peer >= 0:
+                sends = [(r.send_peer, t.index_select(0, route.send_index[i])) for t in tensors]
+            if r.recv_peer >= 0:
+                recvs = [(r.recv_peer, t.new_empty(r.recv_index.size, *t.shape[1:])) for t in tensors]
+            self._travelling.append((i, comm.post(sends, recvs), [t for _, t in recvs]))
+        for source, destination in zip(tensors, self._into):
+            destination.index_copy_(0, route.stay_destination, source.index_select(0, route.stay_source))
+        if position is not None and before is not None:
+            vars(position).update(vars(before))  # this may have been posted in the middle of a pass
+
+    def finish(self) -> tuple[torch.Tensor, ...]:
+        """The tensors in the destination layout."""
+        for i, pending, received in self._travelling:
+            pending.wait_recvs()
+            for part, destination in zip(received, self._into):
+                destination.index_copy_(0, self._route.recv_index[i], part)
+        for _, pending, _ in self._travelling:
+            pending.wait()
+        self._travelling.clear()
+        return self._into
 
 
 class _Reshuffle(torch.autograd.Function):
@@ -124,11 +158,11 @@ class _Reshuffle(torch.autograd.Function):
         ctx: Any, route: CompiledRoute, comm: Transport | None, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.route, ctx.comm = route, comm
-        return move(tensors, route, comm)
+        return Move(tensors, route, comm).finish()
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, *move(grad_outputs, ctx.route.reverse(), ctx.comm))
+        return (None, None, *Move(grad_outputs, ctx.route.reverse(), ctx.comm).finish())

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from megatron_fcp.config import HEAD_GROUPS
 from megatron_fcp.plan import Plan
 from megatron_fcp.plan.arrays import IntArray
 from megatron_fcp.plan.route import make_route
@@ -16,7 +17,8 @@ from megatron_fcp.plan.sharding import contiguous, zigzag
 from megatron_fcp.runtime.attention import fcp_attention
 from megatron_fcp.runtime.compiled import CompiledPlan
 from megatron_fcp.runtime.kernels import Kernel, select_kernel
-from megatron_fcp.runtime.reshuffle import CompiledRoute, reshuffle
+from megatron_fcp.runtime.reshuffle import CompiledRoute
+from megatron_fcp.runtime.reshuffled import reshuffled_attention
 from megatron_fcp.runtime.transport import Transport
 from megatron_fcp.testing.reference import AttentionResult, dense_attention
 from megatron_fcp.testing.threads import Mode, run_ranks
@@ -150,7 +152,13 @@ class RankResult:
 
 
 def run_rank(
-    comm: Transport, plan: Plan, model: Model, x: Inputs, kernel: Kernel | None = None, skip_padding: bool = True
+    comm: Transport,
+    plan: Plan,
+    model: Model,
+    x: Inputs,
+    kernel: Kernel | None = None,
+    skip_padding: bool = True,
+    max_groups: int = HEAD_GROUPS,
 ) -> RankResult:
     """Forward and backward of one rank, the reshuffle included where the model asks for it."""
     compiled = CompiledPlan(plan.rank_plan(comm.rank))
@@ -165,29 +173,25 @@ def run_rank(
         index = outside[comm.rank]
     tokens = torch.from_numpy(index.copy())
     leaves = [t[tokens].requires_grad_() for t in (x.q, x.k, x.v)]
-    qkv: Sequence[torch.Tensor] = leaves
-    if route is not None:
-        qkv = reshuffle(leaves, route, comm)
-    q, k, v = qkv
+    q, k, v = leaves
     sink = model.sinks()
     if sink is not None:
         sink = sink.to(model.dtype).requires_grad_()
-    out = fcp_attention(
-        q,
-        k,
-        v,
-        plan=compiled,
-        comm=comm if plan.cp_size > 1 else None,
-        kernel=kernel or model.select(plan.table.window is not None),
-        softmax_scale=model.scale,
-        sink=sink,
-    )
-    if route is not None:
-        (out,) = reshuffle((out,), route.reverse(), comm)
+    attend: dict[str, Any] = {
+        "plan": compiled,
+        "comm": comm if plan.cp_size > 1 else None,
+        "kernel": kernel or model.select(plan.table.window is not None),
+        "softmax_scale": model.scale,
+        "sink": sink,
+    }
+    if route is None:
+        out = fcp_attention(q, k, v, **attend)
+    else:
+        out = reshuffled_attention(q, k, v, route=route, max_groups=max_groups, **attend)
     out.backward(x.dout[tokens])
     grads: list[Any] = [leaf.grad for leaf in leaves]
     assert all(grad is not None for grad in grads), "a gradient is None"
-    return RankResult(tokens, out.detach(), *grads, None if sink is None else sink.grad)
+    return RankResult(tokens, out.detach(), *grads, dsink=None if sink is None else sink.grad)
 
 
 def gather(results: Sequence[RankResult], like: AttentionResult) -> AttentionResult:
@@ -197,7 +201,7 @@ def gather(results: Sequence[RankResult], like: AttentionResult) -> AttentionRes
         for name, tensor in zip(NAMES, whole):
             tensor[result.index] = getattr(result, name).to(tensor.dtype)
     dsinks = [result.dsink.to(torch.float64) for result in results if result.dsink is not None]
-    return AttentionResult(*whole, torch.stack(dsinks).sum(0) if dsinks else None)
+    return AttentionResult(*whole, dsink=torch.stack(dsinks).sum(0) if dsinks else None)
 
 
 def largest_errors(plan: Plan, got: AttentionResult, want: AttentionResult) -> dict[str, float]:
