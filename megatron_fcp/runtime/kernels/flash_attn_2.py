@@ -23,7 +23,7 @@ import torch
 
 from megatron_fcp.runtime.kernels.base import Request
 from megatron_fcp.runtime.kernels.packages import Package, PackagedKernel, refuse_dims, refuse_names
-from megatron_fcp.runtime.kernels.varlen import Call
+from megatron_fcp.runtime.kernels.varlen import Call, heads_first, unwritten
 
 _FORWARD = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "softmax_scale", "window_size_left", "window_size_right")
 _BACKWARD = (*_FORWARD, "softmax_lse", "dq", "dk", "dv", "alibi_slopes", "deterministic", "rng_state")
@@ -62,10 +62,7 @@ class FlashAttention2(PackagedKernel):
             q=q,
             k=k,
             v=v,
-            cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_kv,
-            max_seqlen_q=call.max_seqlen_q,
-            max_seqlen_k=call.max_seqlen_kv,
+            **call.lengths,
             dropout_p=0.0,
             softmax_scale=scale,
             causal=call.causal,
@@ -85,21 +82,18 @@ class FlashAttention2(PackagedKernel):
         call: Call,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        dq, dk, dv = unwritten(q, k, v)
         self.package.backward(
             dout=dout,
             q=q,
             k=k,
             v=v,
             out=out,
-            softmax_lse=lse.transpose(0, 1).contiguous(),
+            softmax_lse=heads_first(lse),
             dq=dq,
             dk=dk,
             dv=dv,
-            cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_kv,
-            max_seqlen_q=call.max_seqlen_q,
-            max_seqlen_k=call.max_seqlen_kv,
+            **call.lengths,
             dropout_p=0.0,
             softmax_scale=scale,
             causal=call.causal,

@@ -30,7 +30,7 @@ import torch
 
 from megatron_fcp.runtime.kernels.base import Request
 from megatron_fcp.runtime.kernels.packages import Package, PackagedKernel, parameters, refuse_dims, refuse_names
-from megatron_fcp.runtime.kernels.varlen import Call
+from megatron_fcp.runtime.kernels.varlen import Call, heads_first, unwritten
 
 _FORWARD = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "num_splits", "sm_margin")
 _BACKWARD = (*_FORWARD[:5], "softmax_lse", "dq", "dk", "dv", "deterministic", "sm_margin")
@@ -88,21 +88,14 @@ class FlashAttention3(PackagedKernel):
         call: Call,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        dq, dk, dv = unwritten(q, k, v)
         arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
-        arguments |= {"softmax_lse": lse.transpose(0, 1).contiguous(), "deterministic": True}
+        arguments |= {"softmax_lse": heads_first(lse), "deterministic": True}
         _call(self.package.backward, arguments | self._common(call, scale), call)
         return dq, dk, dv
 
     def _common(self, call: Call, scale: float) -> dict[str, Any]:
-        return {
-            "cu_seqlens_q": call.cu_seqlens_q,
-            "cu_seqlens_k": call.cu_seqlens_kv,
-            "max_seqlen_q": call.max_seqlen_q,
-            "max_seqlen_k": call.max_seqlen_kv,
-            "softmax_scale": scale,
-            "sm_margin": self.sm_margin,
-        }
+        return {**call.lengths, "softmax_scale": scale, "sm_margin": self.sm_margin}
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any], call: Call) -> Any:

@@ -23,7 +23,7 @@ import torch
 
 from megatron_fcp.runtime.kernels.base import Request
 from megatron_fcp.runtime.kernels.packages import Package, PackagedKernel, refuse_dims, refuse_names
-from megatron_fcp.runtime.kernels.varlen import Call
+from megatron_fcp.runtime.kernels.varlen import Call, heads_first
 
 _BOTH = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
 _BOTH += ("window_size_left", "window_size_right")
@@ -62,10 +62,7 @@ class FlashAttention4(PackagedKernel):
             q=q,
             k=k,
             v=v,
-            cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_kv,
-            max_seqlen_q=call.max_seqlen_q,
-            max_seqlen_k=call.max_seqlen_kv,
+            **call.lengths,
             softmax_scale=scale,
             causal=call.causal,
             window_size_left=call.window,
@@ -92,15 +89,12 @@ class FlashAttention4(PackagedKernel):
             v=v,
             out=out,
             dout=dout,
-            lse=lse.transpose(0, 1).contiguous(),
+            lse=heads_first(lse),
             softmax_scale=scale,
             causal=call.causal,
             window_size_left=call.window,
             window_size_right=None if call.window is None else 0,
-            cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_kv,
-            max_seqlen_q=call.max_seqlen_q,
-            max_seqlen_k=call.max_seqlen_kv,
+            **call.lengths,
             deterministic=True,
         )
         return dq, dk, dv

@@ -28,7 +28,7 @@ import torch
 
 from megatron_fcp.runtime.kernels.base import Request
 from megatron_fcp.runtime.kernels.packages import refuse_device, refuse_dims
-from megatron_fcp.runtime.kernels.varlen import Call, VarlenKernel
+from megatron_fcp.runtime.kernels.varlen import Call, VarlenKernel, heads_first
 
 
 class TorchCudaFlash(VarlenKernel):
@@ -80,11 +80,9 @@ class TorchCudaFlash(VarlenKernel):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         lengths = call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        lse = lse.transpose(0, 1).contiguous()
+        tensors = dout, q, k, v, out, heads_first(lse)
         with _deterministic:
-            return self._backward(
-                dout, q, k, v, out, lse, *lengths, 0.0, call.causal, *no_dropout, scale=scale, **_window(call)
-            )
+            return self._backward(*tensors, *lengths, 0.0, call.causal, *no_dropout, scale=scale, **_window(call))
 
 
 def _window(call: Call) -> dict[str, int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +64,16 @@ class Call:
     def window_size(self) -> tuple[int, int]:
         """Keys before and after its own that a query sees at most, -1 for no limit, beside the causal mask."""
         return (-1, -1) if self.window is None else (self.window, 0)
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """Lengths of the items, by the names that the FlashAttention packages have for them."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "cu_seqlens_k": self.cu_seqlens_kv,
+            "max_seqlen_q": self.max_seqlen_q,
+            "max_seqlen_k": self.max_seqlen_kv,
+        }
 
 
 def split_calls(work: WorkList) -> tuple[Call, ...]:
@@ -206,6 +217,16 @@ class VarlenKernel(Kernel):
             for packed, target in call.sums:
                 _add(into.dk, target, packed.take(dk)[..., : q.shape[2]])
                 _add(into.dv, target, packed.take(dv)[..., : v.shape[2]])
+
+
+def heads_first(lse: torch.Tensor) -> torch.Tensor:
+    """``[rows, heads]`` as the backward passes of FlashAttention take it: ``[heads, rows]``, contiguous."""
+    return lse.transpose(0, 1).contiguous()
+
+
+def unwritten(*like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Contiguous tensors for a kernel to write gradients of ``like`` to, every row of them."""
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like)
 
 
 def _pad(tensor: torch.Tensor, dim: int) -> torch.Tensor:
