@@ -212,9 +212,10 @@ def test_too_many_tokens_for_the_ranks(capsys: pytest.CaptureFixture[str], tmp_p
     assert "the documents hold 50000 tokens but 2 ranks" in refused(capsys, *argv)
 
 
-def test_slow_ranks_cost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_slow_ranks_known_to_the_planner_cost_little(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text(json.dumps([1.0] * 7 + [0.5]))
     plain = json.loads(run(capsys, "simulate", *SMALL, "--json"))
     slow = json.loads(run(capsys, "simulate", *SMALL, "--speeds", str(tmp_path / "s.json"), "--json"))
-    assert slow["forward"]["makespan_s"] > 1.3 * plain["forward"]["makespan_s"]
+    # a rank at half speed leaves 7.5 of 8; unknown to the planner it would take twice as long as the others
+    assert plain["forward"]["makespan_s"] < slow["forward"]["makespan_s"] < 1.2 * plain["forward"]["makespan_s"]
     assert np.isfinite(slow["forward"]["efficiency"])
