@@ -7,7 +7,7 @@ All rungs share one placement; the last is the plan itself::
     + block pipeline      transfers run ahead of the kernels
     + congestion-free     the same single-block transfers in rounds without two senders at one receiver
     + coalescing          the plan's messages, relays and stages: fewer launches, longer kernels
-    + reshuffle overlap   the layout's way in and out overlaps with the pass
+    + reshuffle overlap   the layout's way in and home hides behind the kernels of other heads
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from megatron_fcp.plan.arrays import IntArray
 from megatron_fcp.plan.coloring import color_edges
 from megatron_fcp.plan.plan import Plan
+from megatron_fcp.plan.schedule import PAPER_ROUNDS_PER_STAGE
 from megatron_fcp.plan.transfers import needed_blocks
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.kernels import local_s, remote_s
@@ -26,7 +27,7 @@ from megatron_fcp.simulate.lower import PUSH_FACTOR, plan_program
 from megatron_fcp.simulate.program import Builder, Program
 from megatron_fcp.simulate.reshuffle import with_reshuffle
 
-LAG = 4  # pull rounds that are posted ahead of a round's pushes
+LAG = PAPER_ROUNDS_PER_STAGE  # pull rounds that are posted ahead of a round's pushes
 RUNGS = ("base", "+ block pipeline", "+ congestion-free order", "+ coalescing", "+ reshuffle overlap")
 PUBLISHED = {"forward": (0.29, 0.48, 0.62, 0.70, 0.75), "backward": (0.37, 0.46, 0.59, 0.69, 0.74)}  # Table 2
 
