@@ -195,8 +195,8 @@ def _check_layer(config: Any, attn_mask_type: AttnMaskType, attention_type: str,
     for name, value, remedy in (
         ("attention_dropout", dropout, "set it to 0"),
         ("softmax_type", None if config.softmax_type in SOFTMAX_TYPES else config.softmax_type, "set it to vanilla"),
-        ("fp8_dot_product_attention", config.fp8_dot_product_attention, "set it to False; FP8 linear layers work"),
-        ("fp8_multi_head_attention", config.fp8_multi_head_attention, "set it to False; FP8 linear layers work"),
+        ("fp8_dot_product_attention", config.fp8_dot_product_attention, "set it to False; pass --fp8-format alone"),
+        ("fp8_multi_head_attention", config.fp8_multi_head_attention, "set it to False; pass --fp8-format alone"),
         ("attention_type", None if attention_type == "self" else attention_type, "use decoder-only models"),
         ("attn_mask_type", None if attn_mask_type in CAUSAL else attn_mask_type, "use a causal mask"),
     ):

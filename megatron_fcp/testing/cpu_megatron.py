@@ -211,7 +211,7 @@ def _resume_distributed_optimizer() -> None:
 
 def _shard_on_the_cpu() -> None:
     from megatron.core.distributed import torch_fully_sharded_data_parallel as wrapper
-    from torch.distributed import DeviceMesh
+    from torch.distributed.device_mesh import DeviceMesh
 
     def from_group(group: Any, device_type: str) -> DeviceMesh:
         return DeviceMesh.from_group(group, "cpu")

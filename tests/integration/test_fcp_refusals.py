@@ -355,10 +355,13 @@ def layer_messages(cases: list[dict[str, Any]]) -> list[str]:
     return said
 
 
+FP8 = "is not supported by FCP's attention yet; set it to False; pass --fp8-format alone"
+
+
 @pytest.mark.feature(
     "Precision: FP8 attention (`fp8_dot_product_attention`, `fp8_multi_head_attention`)",
     layout="both",
-    refused="fp8_dot_product_attention True is not supported by FCP's attention yet; set it to False",
+    refused=f"fp8_dot_product_attention True {FP8}",
 )
 def test_layers_that_the_command_line_does_not_show(training_loop: TrainingLoop) -> None:
     cases = [
@@ -372,6 +375,7 @@ def test_layers_that_the_command_line_does_not_show(training_loop: TrainingLoop)
     said = training_loop.call("test_fcp_refusals:layer_messages", [case for case, _ in cases])
     for text, (_, expected) in zip(said, cases, strict=True):
         assert text.startswith(f"{expected} is not supported by FCP's attention yet; ")
+    assert [text for text in said if text.endswith(FP8)] == said[2:4]
 
 
 def test_flags_are_in_the_help(training_loop: TrainingLoop) -> None:
