@@ -51,7 +51,7 @@ def test_mamba_and_attention_equal_one_rank(runs: Runs, hybrid: dict[str, Any]) 
 
 
 @pytest.mark.feature("Models: hybrid (Mamba)", layout="reshuffle")
-@pytest.mark.nightly(seconds=6)
+@pytest.mark.nightly(seconds=16)
 def test_four_ranks(runs: Runs, hybrid: dict[str, Any]) -> None:
     two = {"micro_batch_size": 2, **hybrid}
     assert_equal(runs(4, **fcp("reshuffle", 4), **two), runs(**two))

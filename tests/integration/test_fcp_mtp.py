@@ -39,9 +39,9 @@ def test_documents_equal_one_rank(runs: Runs, data: dict[str, Any], layout: str)
     ("world_size", "flags"),
     [
         (2, {"micro_batch_size": 2}),
-        pytest.param(4, {"pipeline_model_parallel_size": 2}, marks=pytest.mark.nightly(seconds=5)),
-        pytest.param(4, {"cp_size": 4}, marks=pytest.mark.nightly(seconds=5)),
-        pytest.param(4, SPLIT_TENSORS, marks=pytest.mark.nightly(seconds=5)),
+        pytest.param(4, {"pipeline_model_parallel_size": 2}, marks=pytest.mark.nightly(seconds=25)),
+        pytest.param(4, {"cp_size": 4}, marks=pytest.mark.nightly(seconds=19)),
+        pytest.param(4, SPLIT_TENSORS, marks=pytest.mark.nightly(seconds=17)),
     ],
     ids=["micro-batch 2", "pp 2", "cp 4", "tp 2 + sp"],
 )

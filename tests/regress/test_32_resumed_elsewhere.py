@@ -118,7 +118,7 @@ CASES = [
     pytest.param(
         layout,
         optimizer,
-        marks=() if (layout, optimizer) in QUICK else pytest.mark.nightly(seconds=9),
+        marks=() if (layout, optimizer) in QUICK else pytest.mark.nightly(seconds=22),
         id=f"{layout}, {optimizer}",
     )
     for layout in LAYOUTS
@@ -134,7 +134,7 @@ def test_resumed_with_fcp_and_back(
     check_chain(runs, uninterrupted, tmp_path, [native(2), with_fcp(layout, 4), native(1)], OPTIMIZERS[optimizer])
 
 
-@pytest.mark.nightly(seconds=9)
+@pytest.mark.nightly(seconds=16)
 @pytest.mark.feature("Checkpoints: resumed in the other layout and at another cp size", layout="both")
 def test_resumed_in_the_other_layout(runs: Runs, uninterrupted: TrainingResult, tmp_path: Path) -> None:
     """A checkpoint knows nothing of layouts, so there is nothing to refuse."""
