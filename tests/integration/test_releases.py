@@ -124,6 +124,8 @@ def test_boundaries_of_the_index_equal_those_of_the_tokens(checkout: Checkout, l
 def test_packed_conversations_equal_one_rank(checkout: Checkout, layout: str) -> None:
     if checkout.release < (0, 18):
         pytest.skip("refused on 0.16; not tried on 0.17, whose test tokenizer has no padding token")
+    if checkout.release > (0, 19):
+        pytest.skip("not tried on main, which moved the tokenizer that the test's conversations stand in for")
     sft = {
         "sft": True,
         "data_path": "generated",
