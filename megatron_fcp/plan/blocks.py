@@ -114,10 +114,10 @@ def check_lengths(lengths: Sequence[int] | NDArray[np.generic], what: str = "len
     """
     if isinstance(lengths, np.ndarray) and lengths.ndim != 1:
         raise ValueError(f"document {what}s must be one flat list of integers, got an array of shape {lengths.shape}")
-    if isinstance(lengths, np.ndarray) and lengths.dtype.kind in "iu" and lengths.size:  # nothing to name: fast
-        in_range = lengths.min() >= 0 and lengths.max() <= MAX_TOKENS
-        if in_range:
-            return lengths.astype(np.int64)
+    if isinstance(lengths, np.ndarray) and lengths.dtype.kind in "iu":  # the usual case, without a look at each item
+        values = lengths.astype(np.int64)
+        if bool(((values >= 0) & (values <= MAX_TOKENS)).all()):
+            return values
     items: list[object] = lengths.tolist() if isinstance(lengths, np.ndarray) else list(lengths)
     if not set(map(type, items)) <= {int}:
         for position, item in enumerate(items):
