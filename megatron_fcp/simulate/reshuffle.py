@@ -77,8 +77,7 @@ class _Wrapped:
 
     def _move_in(self) -> IntArray:
         """For each rank an operation that waits for all that it receives; -1 where that is nothing."""
-        ops, piece = self._move(self.home, self.owner, self.bytes_in)
-        receiver = self.owner[piece]
+        ops, _, receiver = self._move(self.home, self.owner, self.bytes_in)
         out = np.full(self.plan.cp_size, -1)
         for rank in np.unique(receiver):
             out[rank] = self.out.join(ops[receiver == rank])[0]
@@ -112,20 +111,20 @@ class _Wrapped:
         )  # fmt: skip
 
     def _move_home(self, done: IntArray) -> None:
-        ops, piece = self._move(self.owner, self.home, self.bytes_home)
+        ops, sender, _ = self._move(self.owner, self.home, self.bytes_home)
         for row in done:
-            self.out.depend(ops, row[self.owner[piece]])
+            self.out.depend(ops, row[sender])
 
-    def _move(self, src: IntArray, dst: IntArray, token_bytes: int) -> tuple[IntArray, IntArray]:
-        """(operations, pieces): one message per piece in congestion-free rounds."""
-        cost = self.case.forward
+    def _move(self, src: IntArray, dst: IntArray, token_bytes: int) -> tuple[IntArray, IntArray, IntArray]:
+        """(operations, senders, receivers): one message per pair of ranks in congestion-free rounds."""
+        cost, n = self.case.forward, self.plan.cp_size
         away = np.flatnonzero(src != dst)
-        token_s = np.where(
-            self.out.tier(src[away], dst[away]) == 1, 1 / cost.inter_bytes_per_s, 1 / cost.intra_bytes_per_s
-        )
-        seconds = cost.latency_s + self.tokens[away] * token_bytes * token_s
-        turn = color_edges(src[away], dst[away], self.plan.cp_size)
-        order = np.lexsort((src[away], turn))
-        away, turn, seconds = away[order], turn[order], seconds[order]
-        size = self.tokens[away] * token_bytes
-        return self.out.message(src[away], dst[away], seconds, size, round=turn), away
+        pair, place = np.unique(src[away] * n + dst[away], return_inverse=True)
+        tokens = np.bincount(place, self.tokens[away], minlength=pair.size).astype(np.int64)
+        src, dst = pair // n, pair % n
+        token_s = np.where(self.out.tier(src, dst) == 1, 1 / cost.inter_bytes_per_s, 1 / cost.intra_bytes_per_s)
+        turn = color_edges(src, dst, n)
+        order = np.lexsort((src, turn))
+        src, dst, turn, tokens, token_s = (a[order] for a in (src, dst, turn, tokens, token_s))
+        seconds = cost.latency_s + tokens * token_bytes * token_s
+        return self.out.message(src, dst, seconds, tokens * token_bytes, round=turn), src, dst
