@@ -43,7 +43,7 @@ class FcpConfig:
         Communication rounds merged into one compute stage (``--fcp-rounds-per-stage``); None lets the planner cut.
     kv_buffer_tokens : int or None
         KV tokens of other ranks that a rank may hold at once (``--fcp-kv-buffer-tokens``); backward holds as many
-        tokens of fp32 dKV and what arrives beside them. None: 24 times the tokens of a rank with a hardware model, no
+        tokens of fp32 dKV and what arrives beside them. None: 32 times the tokens of a rank with a hardware model, no
         limit of its own without.
     ranks_per_node : int
         Ranks that share the fast network tier (``--fcp-ranks-per-node``); 1 means one flat network.

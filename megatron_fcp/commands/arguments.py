@@ -89,7 +89,7 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-buffer-tokens",
         type=at_least(1),
         metavar="K",
-        help="KV tokens of other ranks that a rank may hold at once (default: 24 * T with --hardware)",
+        help="KV tokens of other ranks that a rank may hold at once (default: 32 * T with --hardware)",
     )
 
 

@@ -97,7 +97,7 @@ def _add_planner_arguments(group: argparse._ArgumentGroup) -> None:
         default=None,
         metavar="TOKENS",
         help="KV tokens of other ranks that a rank may hold at once, and of fp32 dKV in backward. Default: with a "
-        "hardware model 24 times the tokens of a rank.",
+        "hardware model 32 times the tokens of a rank.",
     )
     group.add_argument(
         "--fcp-ranks-per-node",

@@ -18,7 +18,7 @@ from megatron_fcp.plan.transfers import coalesce, needed_blocks
 
 BUFFERS = 2  # stages of KV that are alive at once
 TIERS = 2  # a rank receives at most one message per tier in a round
-DEFAULT_MULTIPLE = 24  # of the tokens per rank
+DEFAULT_MULTIPLE = 32  # of the tokens per rank
 
 
 def check_limit(limit: int, block_size: int) -> None:
