@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,6 +58,11 @@ def builds_packed_params_everywhere() -> bool:
     return _has("megatron.core.packed_seq_params", "PackedSeqParams.__post_init__")
 
 
+def builds_hybrid_stacks() -> bool:
+    """Whether hybrid models come from ``HybridStack``, which FCP enters (from 0.18 on)."""
+    return importlib.util.find_spec("megatron.core.models.hybrid") is not None
+
+
 def _has(module: str, attribute: str) -> bool:
     owner: Any = importlib.import_module(module)
     *path, name = attribute.split(".")
@@ -75,11 +81,14 @@ def refused(args: Namespace) -> Iterator[str]:
             f"--mtp-hsm cannot be combined with {release}: it rolls hidden states by Megatron's own sharding; leave it "
             "off, or train this model with --context-parallel-backend native"
         )
-    if pattern := getattr(args, "hybrid_override_pattern", None):
-        yield (
-            f"--hybrid-override-pattern {pattern} cannot be combined with {release}: the specs of hybrid models name "
-            "Transformer Engine's attention directly; use --context-parallel-backend native for hybrid models"
-        )
+    for name in ("hybrid_override_pattern", "hybrid_layer_pattern"):
+        pattern = getattr(args, name, None)
+        if pattern and not builds_hybrid_stacks():
+            yield (
+                f"--{name.replace('_', '-')} {pattern} cannot be combined with {release}: the specs of hybrid models "
+                "name Transformer Engine's attention directly there; use --context-parallel-backend native for hybrid "
+                "models, or megatron-core 0.18 or newer"
+            )
     stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     if args.reset_attention_mask and not args.sft and not hands_on_boundaries() and (stages > 2 or virtual):
         flag = f"--pipeline-model-parallel-size {stages}" if stages > 2 else "virtual pipeline stages"

@@ -135,7 +135,7 @@ SOME_RELEASES: tuple[Seam, ...] = (
         "which tokens of a packed batch a rank holds",
         batch_older.wrap_get_thd_batch_on_this_cp_rank,
     ),
-    Seam(  # from 0.19 on
+    Seam(  # from 0.18 on
         "megatron.core.models.hybrid.hybrid_block",
         "HybridStack.__init__",
         (

@@ -21,9 +21,10 @@ from typing import Any
 
 import pytest
 from fcp_runs import EOD, INDEX, LAYOUTS, MLA, MOE, RECOMPUTE, SPLIT_TENSORS, Runs, fcp
+from test_fcp_hybrid import HYBRID
 from test_patches import apply
 
-from megatron_fcp.testing.loop import TrainingLoop, TrainingResult, compare, tiny_model_args
+from megatron_fcp.testing.loop import TrainingJob, TrainingLoop, TrainingResult, compare, tiny_model_args
 from megatron_fcp.testing.pool import JobError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.releases]
@@ -153,13 +154,27 @@ def test_middle_stages_without_data_are_refused(checkout: Checkout) -> None:
         checkout.train(6, {"num_layers": 3}, **fcp("resident"), pipeline_model_parallel_size=3, **EOD)
 
 
+def test_hybrid_models_equal_one_rank(checkout: Checkout, tmp_path: Path) -> None:
+    """The release's own script, with a scan in plain PyTorch in place of Mamba's GPU kernels."""
+    if checkout.release < (0, 18):
+        pytest.skip("hybrid models are refused before 0.18")
+    script = str(checkout.path / "pretrain_hybrid.py")
+    start = {"lr": 0, "train_iters": 1, "save": tmp_path, "save_interval": 1, "no_save_optim": True}
+    model = {name: value for name, value in HYBRID.items() if name not in ("script", "before")}
+    argv = tiny_model_args(**{**checkout.model, **model, **start, "ckpt_format": "torch_dist"})
+    checkout.runs.loop.run(TrainingJob(argv, script=script, before=HYBRID["before"]))
+    flags = {**HYBRID, "script": script, "pretrained_checkpoint": tmp_path}
+    assert_equal(checkout.train(2, **fcp("reshuffle"), **flags), checkout.train(**flags))
+
+
 def test_hybrid_models_are_refused_at_argument_time(checkout: Checkout) -> None:
-    """Their layers need Transformer Engine and Mamba's kernels, and name their attention without asking a backend."""
+    """Up to 0.17 their specs name their attention without asking a backend; documents are refused everywhere."""
     flag = "hybrid_override_pattern" if checkout.release == (0, 16) else "hybrid_layer_pattern"
+    documents = EOD if checkout.release >= (0, 18) else {}
     scripts = [name for name in ("pretrain_hybrid.py", "pretrain_mamba.py") if (checkout.path / name).exists()]
     assert scripts
     for name in scripts:
-        argv = tiny_model_args(**{**checkout.model, **fcp("reshuffle"), flag: "M*"})
+        argv = tiny_model_args(**{**checkout.model, **fcp("reshuffle"), **documents, flag: "M*"})
         with pytest.raises(AssertionError, match=f"--{flag.replace('_', '-')} M\\* cannot be combined with"):
             launch(checkout.path / name, 2, argv)
 
