@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from megatron_fcp.config import FcpConfig
+from megatron_fcp.plan import Plan
 from megatron_fcp.runtime.communicator import Communicator
 from megatron_fcp.testing.pool import WorkerPool, resolve
 
@@ -90,15 +92,24 @@ class GlooPool:
         return [pickle.loads(outcome.value) for outcome in outcomes]
 
 
+def load_planner() -> Plan:
+    """Make a plan of every kind that the tests' ranks make, so that forked ranks find the planner compiled."""
+    from megatron_fcp.plan import make_plan, with_window
+    from megatron_fcp.runtime import CompiledPlan
+
+    config = FcpConfig(block_size=4)
+    plan = make_plan([21, 3, 8], cp_size=2, tokens_per_rank=16, config=config)
+    for one in (plan, with_window(plan, 5, config)):
+        CompiledPlan(one.rank_plan(0))
+    return plan
+
+
 def preload() -> None:
     """Import what every job needs, and load the planner's compiled functions, before the server forks."""
-    from megatron_fcp.plan import make_plan
     from megatron_fcp.testing import attention_check
 
     torch.use_deterministic_algorithms(True)  # also: uninitialised memory is NaN in every job
-    plan = make_plan([16], cp_size=2, tokens_per_rank=8)
-    assert plan.rank_plan(0).num_tokens == 8
-    attention_check.random_inputs(plan, attention_check.Model(), 0)
+    attention_check.random_inputs(load_planner(), attention_check.Model(), 0)
 
 
 def work(call: _Call) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_fcp.testing import cpu_platform
 from megatron_fcp.testing.corpus import CorpusSummary, build_corpus
+from megatron_fcp.testing.gloo_pool import load_planner
 from megatron_fcp.testing.loop import RankRecord, TrainingJob
 from megatron_fcp.testing.pool import resolve
 
@@ -52,6 +53,7 @@ def preload() -> None:
         for name in _PRELOADED:
             with contextlib.suppress(ModuleNotFoundError):  # releases differ in what they have
                 importlib.import_module(name)
+    load_planner()
     assert active, "the CPU platform is for machines without a GPU; hide it with CUDA_VISIBLE_DEVICES="
 
 
