@@ -2,7 +2,8 @@
 
 ::
 
-    cut_pieces    long documents into runs, the rest at cheap boundaries       (runs)
+    fold          a ring's placement, where documents fit whole ranks evenly   (folded)
+    cut_pieces    otherwise: long documents into runs, the rest at cheap cuts  (runs)
     fill_ranks    runs and atoms onto ranks: equal tokens, equal priced compute (fill)
     share_out     what each rank needs of which document, in units             (units)
     spread        rounds of messages; whoever holds a unit may pass it on      (swarm)
@@ -20,6 +21,7 @@ from megatron_fcp.plan.blocks import BlockTable
 from megatron_fcp.plan.coloring import color_edges
 from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.plan.fill import fill_ranks
+from megatron_fcp.plan.folded import fold
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.placement import Placement
 from megatron_fcp.plan.runs import Pieces, cut_pieces, filler_prices
@@ -74,13 +76,9 @@ def place_and_schedule(table: BlockTable, cp_size: int, cost: CostModel) -> tupl
     assert table.mask == "causal", table.mask
     assert table.num_blocks % cp_size == 0, (table.num_blocks, cp_size)
     shapes = block_shapes(table, cost.q_half, cost.kv_half)
-    pieces, target = _pieces(table, shapes, cp_size, cost)
-    bearable = BEARABLE * target * cost.pair_s / cost.token_s(1)
     speed = cost.speed_of_ranks(cp_size)
-    owner, price = fill_ranks(
-        pieces, shapes, table.document_length, speed, cost.ranks_per_node, target, bearable, cost.q_half, cost.kv_half
-    )
-    per_round = target * cost.pair_s / ROUNDS_PER_STEP / cost.token_s(1)
+    owner, price = _place(table, shapes, speed, cost)
+    per_round = float(price.mean()) * cost.pair_s / ROUNDS_PER_STEP / cost.token_s(1)
     blocks_per_round = max(round(min(max(per_round, LEAST_ROUND), MOST_ROUND) / table.block_size), 1)
     sharing = share_out(table, shapes, owner, cp_size, max(blocks_per_round // 2, 1))
     fast = cost.intra_bytes_per_s / cost.inter_bytes_per_s
@@ -99,6 +97,18 @@ def place_and_schedule(table: BlockTable, cp_size: int, cost: CostModel) -> tupl
     stage_ends = tuple(frozen(ends[ends_ptr[r] : ends_ptr[r + 1]]) for r in range(cp_size))
     schedule = _schedule(sharing, transfers, stage_ends)
     return Placement(cp_size, frozen(owner)), schedule, Estimate(finish, float(price.sum()) * cost.pair_s)
+
+
+def _place(table: BlockTable, shapes: BlockShapes, speed: FloatArray, cost: CostModel) -> tuple[IntArray, FloatArray]:
+    """Owner of every block and price of every rank."""
+    even = fold(table, shapes, speed.size, cost.q_half, cost.kv_half) if np.ptp(speed) == 0 else None
+    if even is not None:
+        return even
+    pieces, target = _pieces(table, shapes, speed.size, cost)
+    bearable = BEARABLE * target * cost.pair_s / cost.token_s(1)
+    return fill_ranks(
+        pieces, shapes, table.document_length, speed, cost.ranks_per_node, target, bearable, cost.q_half, cost.kv_half
+    )
 
 
 def _pieces(table: BlockTable, shapes: BlockShapes, cp_size: int, cost: CostModel) -> tuple[Pieces, float]:
