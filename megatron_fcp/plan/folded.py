@@ -48,9 +48,10 @@ def fold(
     if (spanning & ~whole).any() or (slots % 2 and spanning.any()):
         return None
     owner = np.arange(table.num_blocks) // slots
-    for first, ranks in zip(start[spanning] // tokens, length[spanning] // tokens, strict=True):
+    for d in np.flatnonzero(spanning).tolist():
+        first, ranks = int(start[d]) // tokens, int(length[d]) // tokens
         half = np.arange(2 * ranks)
-        folded = first + np.minimum(half, half[::-1])
+        folded = first + np.minimum(half, 2 * ranks - 1 - half)
         owner[first * slots : (first + ranks) * slots] = np.repeat(folded, slots // 2)
     held = np.argsort(owner, kind="stable").reshape(cp_size, slots)
     price = np.array([blocks_price(blocks, slots, shapes, q_half, kv_half) for blocks in held])

@@ -35,10 +35,13 @@ from megatron_fcp.plan.units import Sharing, share_out
 REFINEMENTS = 3  # cuts of the stream after the first, each with the filler prices of the one before
 WIDEST_RUN = 0.35  # share of a rank's tokens; earlier parts of a long document are cut like the rest of the stream
 BEARABLE = 0.4  # share of the mean compute time in which a rank of a node may fetch from outside
-ROUNDS_PER_STEP = 96  # the mean compute time over the time of one round
+ROUNDS_PER_STEP = 96  # the mean compute time over the time of one round, where latencies allow it
 LEAST_ROUND, MOST_ROUND = 512, 32768  # tokens between nodes in one round
 RUN_BLOCKS = 3  # blocks that the deepest run should have at least
+LATENCIES_PER_ROUND = 6  # a round lasts at least as long as so many of what a transfer costs by itself
 SMALLEST, LARGEST = 128, 512  # tokens per block, where tokens per rank allow it
+SHORT = 500  # latencies of compute per rank, below which larger blocks are tried as well: fewer rounds, less balance
+TRIED = (1, 2, 4, 8)  # times the block size that balance asks for
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,17 @@ def choose_block_size(length: IntArray, cp_size: int, tokens_per_rank: int, cost
     return max((d for d in allowed if d * RUN_BLOCKS <= deepest), default=min(allowed))
 
 
+def block_sizes_to_try(length: IntArray, cp_size: int, tokens_per_rank: int, cost: CostModel) -> list[int]:
+    """Block sizes among which only their plans can tell; one where latencies hardly matter."""
+    least = choose_block_size(length, cp_size, tokens_per_rank, cost)
+    n = length[length > 0].astype(np.float64)
+    compute = float(((n + cost.q_half) * (n + cost.kv_half)).sum()) / 2 / cp_size * cost.pair_s
+    if compute >= SHORT * cost.latency_s:
+        return [least]
+    larger = [least * k for k in TRIED[1:]]
+    return [least, *(size for size in larger if tokens_per_rank % size == 0 and 2 * size <= tokens_per_rank)]
+
+
 def place_and_schedule(table: BlockTable, cp_size: int, cost: CostModel) -> tuple[Placement, CommSchedule, Estimate]:
     """Owners, rounds and stages for a causal table.
 
@@ -78,7 +92,8 @@ def place_and_schedule(table: BlockTable, cp_size: int, cost: CostModel) -> tupl
     shapes = block_shapes(table, cost.q_half, cost.kv_half)
     speed = cost.speed_of_ranks(cp_size)
     owner, price = _place(table, shapes, speed, cost)
-    per_round = float(price.mean()) * cost.pair_s / ROUNDS_PER_STEP / cost.token_s(1)
+    round_s = max(float(price.mean()) * cost.pair_s / ROUNDS_PER_STEP, LATENCIES_PER_ROUND * cost.latency_s)
+    per_round = round_s / cost.token_s(1)
     blocks_per_round = max(round(min(max(per_round, LEAST_ROUND), MOST_ROUND) / table.block_size), 1)
     sharing = share_out(table, shapes, owner, cp_size, max(blocks_per_round // 2, 1))
     fast = cost.intra_bytes_per_s / cost.inter_bytes_per_s

@@ -18,7 +18,7 @@ from megatron_fcp.plan.bounded import DEFAULT_MULTIPLE, check_limit, received_to
 from megatron_fcp.plan.calls import Calls, split_calls
 from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.plan.layout import PlanLayout, build_layout
-from megatron_fcp.plan.makespan import choose_block_size, place_and_schedule
+from megatron_fcp.plan.makespan import block_sizes_to_try, choose_block_size, place_and_schedule
 from megatron_fcp.plan.placement import Placement, place_blocks
 from megatron_fcp.plan.push_tree import push_by_tree
 from megatron_fcp.plan.rank_plan import RankPlan, derive_rank_plan
@@ -243,11 +243,18 @@ def _plan_for(
     config: FcpConfig,
     starts: Sequence[int] | NDArray[np.generic] | None,
 ) -> Plan:
-    block_size = _block_size(cost, lengths, cp_size, tokens_per_rank, config)
-    table = build_block_table(
-        lengths, num_tokens=cp_size * tokens_per_rank, block_size=block_size, mask=config.mask, starts=starts
-    )
-    placement, schedule, _ = place_and_schedule(table, cp_size, cost)
+    if config.block_size is None:
+        check_at_least("tokens per rank", tokens_per_rank, 1)
+        sizes = block_sizes_to_try(check_lengths(lengths), cp_size, tokens_per_rank, cost)
+    else:
+        sizes = [config.resolve_block_size(tokens_per_rank)]
+    total = cp_size * tokens_per_rank
+    tables = [
+        build_block_table(lengths, num_tokens=total, block_size=size, mask=config.mask, starts=starts) for size in sizes
+    ]
+    found = [place_and_schedule(table, cp_size, cost) for table in tables]
+    best = min(range(len(found)), key=lambda i: float(found[i][2].finish.max()))
+    table, (placement, schedule, _) = tables[best], found[best]
     limit = DEFAULT_MULTIPLE * tokens_per_rank if config.kv_buffer_tokens is None else config.kv_buffer_tokens
     schedule = _limited(table, placement, schedule, cost.ranks_per_node, limit, config)
     return Plan(table, placement, schedule, cost.ranks_per_node)

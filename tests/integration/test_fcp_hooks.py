@@ -32,6 +32,7 @@ def install_and_remove(_: None) -> dict[str, Any]:
 
     import megatron_fcp
     import megatron_fcp.integration as integration
+    from megatron_fcp.integration.releases import SOME_RELEASES
     from megatron_fcp.integration.seams import SEAMS
 
     script = types.ModuleType("a_users_script")  # has imported Megatron's function before register()
@@ -59,7 +60,7 @@ def install_and_remove(_: None) -> dict[str, Any]:
     original = before["megatron.core.utils.get_batch_on_this_cp_rank"]
     return {
         "replaced": {name for name in before if before[name] is not during[name]},
-        "expected": {seam.name for seam in SEAMS if seam.wrap},
+        "expected": {seam.name for seam in (*SEAMS, *SOME_RELEASES) if seam.wrap and seam.name in before},
         "restored": all(before[name] is after[name] for name in before),
         "script reached": reached,
         "scripts restored": script.slice_batch is original and late.slice_batch is original,

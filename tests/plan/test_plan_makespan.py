@@ -1,12 +1,15 @@
 """Plans for hardware: valid and right on thousands of random streams, deterministic, as few rounds as can be."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron_fcp.config import FcpConfig
 from megatron_fcp.plan import Plan, make_plan
+from megatron_fcp.plan.blocks import build_block_table
 from megatron_fcp.plan.cost import CostModel
-from megatron_fcp.plan.makespan import choose_block_size
+from megatron_fcp.plan.makespan import block_sizes_to_try, choose_block_size, place_and_schedule
 from megatron_fcp.plan.schedule import rounds_lower_bound
 from megatron_fcp.testing.audit import audit
 from megatron_fcp.testing.oracle import TOLERANCE, largest_error
@@ -106,3 +109,26 @@ def test_a_full_mask_is_planned_without_the_hardware() -> None:
     config = FcpConfig(mask="full", block_size=128)
     plan = make_plan([5000, 100], cp_size=4, tokens_per_rank=2048, config=config, hardware=COST)
     assert plan.digest == make_plan([5000, 100], cp_size=4, tokens_per_rank=2048, config=config).digest
+
+
+def test_larger_blocks_are_tried_only_where_latencies_count() -> None:
+    lengths = np.array([10000] + [800] * 60)
+    slow = replace(COST, latency_s=0.0)
+    assert block_sizes_to_try(lengths, 8, 8192, slow) == [choose_block_size(lengths, 8, 8192, slow)]
+    far = replace(COST, latency_s=1.0)
+    first, *others = block_sizes_to_try(lengths, 8, 8192, far)
+    assert first == choose_block_size(lengths, 8, 8192, far)
+    assert others == [size for size in (2 * first, 4 * first, 8 * first) if size <= 4096]
+
+
+@pytest.mark.parametrize("latency_s", [1e-6, 1e-5, 1e-4])
+def test_the_plan_of_the_earliest_end_is_chosen(latency_s: float) -> None:
+    lengths = np.array([10000] + [800] * 60)
+    cost = replace(COST, latency_s=latency_s, pair_s=COST.pair_s / 8, kv_bytes=COST.kv_bytes // 8)
+    ends = {}
+    for size in block_sizes_to_try(lengths, 8, 8192, cost):
+        table = build_block_table(lengths, num_tokens=8 * 8192, block_size=size)
+        ends[size] = place_and_schedule(table, 8, cost)[2].finish.max()
+    assert len(ends) > 1
+    plan = make_plan(lengths, cp_size=8, tokens_per_rank=8192, hardware=cost)
+    assert plan.table.block_size == min(ends, key=lambda size: ends[size])
