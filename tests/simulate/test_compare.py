@@ -14,13 +14,9 @@ pytestmark = pytest.mark.plan
 
 TOKENS = 32768
 LONG = ("longtail", "weaktail", "bimodal")
-# Known misses, as a share of the peer's efficiency. At 16 ranks no document of this bimodal draw needs more than one
-# rank, and dynamic CP need not keep token counts equal; on equal documents of 512K nothing is left to balance, and
-# hiding less behind kernels than a ring does shows (`h100-ib`; at most 2.1% on `flat5920`).
-BEHIND = {
-    ("bimodal", 16): 0.045, ("uniform-512k", 32): 0.025, ("uniform-512k", 64): 0.055, ("uniform-512k", 128): 0.05,
-    ("uniform-512k", 256): 0.07,
-}  # fmt: skip
+# A known miss, as a share of the peer's efficiency: at 16 ranks no document of this bimodal draw needs more than one
+# rank, and dynamic CP need not keep token counts equal.
+BEHIND = {("bimodal", 16): 0.04}
 
 
 def efficiencies(workload: str, ranks: int, hardware: str, systems: Sequence[str] = tuple(SYSTEMS)) -> dict[str, float]:
@@ -52,4 +48,4 @@ def test_ahead_of_every_peer(workload: str, ranks: int, hardware: str) -> None:
 def test_level_with_rings_on_equal_documents(ranks: int, hardware: str) -> None:
     got = efficiencies("uniform-512k", ranks, hardware, ("fcp", *RINGS))
     ours = got.pop("fcp")
-    assert ours >= max(got.values()) * (1 - BEHIND.get(("uniform-512k", ranks), 0.02)), got
+    assert ours >= max(got.values()) * 0.98, got
