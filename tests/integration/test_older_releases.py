@@ -14,10 +14,11 @@ from megatron_fcp.testing.loop import TrainingLoop
 
 pytestmark = pytest.mark.megatron
 
-NEWER = {"hands_on_boundaries": True, "hands_on_packed_samples": True, "builds_packed_params_everywhere": True}
+ABILITIES = ("hands_on_boundaries", "hands_on_packed_samples", "builds_packed_params_everywhere", "builds_hybrid_stacks")
+NEWER = dict.fromkeys(ABILITIES, True)
 OLDER = {
     "0.18": {**NEWER, "hands_on_boundaries": False},
-    "0.17": {**NEWER, "hands_on_boundaries": False, "hands_on_packed_samples": False},
+    "0.17": {**dict.fromkeys(ABILITIES, False), "builds_packed_params_everywhere": True},
     "0.16": dict.fromkeys(NEWER, False),
 }
 NOTHING = {
@@ -59,6 +60,7 @@ def refusals_of(case: tuple[str, dict[str, Any]]) -> list[str]:
             {"hybrid_override_pattern": "M*"},
             ("--hybrid-override-pattern M*", "use --context-parallel"),
         ),
+        ("0.17", {"hybrid_layer_pattern": "M*"}, ("--hybrid-layer-pattern M*", "0.17", "megatron-core 0.18 or newer")),
         ("0.20", {"mtp_hsm": True}, ("--mtp-hsm", "0.20", "leave it off")),
         ("0.16", {"sft": True}, ("--sft", "0.16", "megatron-core 0.17 or newer")),
     ],
