@@ -14,7 +14,10 @@ from megatron_fcp.testing.loop import TrainingLoop
 
 pytestmark = pytest.mark.megatron
 
-ABILITIES = ("hands_on_boundaries", "hands_on_packed_samples", "builds_packed_params_everywhere", "builds_hybrid_stacks")
+ABILITIES = (
+    *("hands_on_boundaries", "hands_on_packed_samples", "builds_packed_params_everywhere"),
+    "builds_hybrid_stacks",
+)
 NEWER = dict.fromkeys(ABILITIES, True)
 OLDER = {
     "0.18": {**NEWER, "hands_on_boundaries": False},
