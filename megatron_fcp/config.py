@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 Mask = Literal["causal", "full"]
 Layout = Literal["reshuffle", "resident"]
 
 MAX_AUTO_BLOCK_SIZE = 4096
+SLIVER = 16  # tokens, below which a block is not worth its place in a plan
+MAX_NUMBER = 2**31  # no size or count is larger, and none below it can overflow
+MAX_STREAM = 2**28  # tokens that are planned together: 8192 ranks of 32K; every rank keeps a few numbers per token
+MAX_TIMEOUT_S = 7 * 86400.0
 HEAD_GROUPS = 4  # at most; each group repeats the latency of every message and the launch of every kernel
 
 
@@ -19,10 +23,34 @@ def check_choice(flag: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{flag} {value!r} is unknown; choose one of {', '.join(choices)}")
 
 
-def check_at_least(flag: str, value: object, lowest: int) -> None:
-    """Raise a ValueError that names ``flag`` unless ``value`` is an integer (numpy's too) of at least ``lowest``."""
+def check_at_least(flag: str, value: object, lowest: int) -> int:
+    """``value`` as an int if it is an integer (numpy's too) of at least ``lowest``, else a ValueError naming ``flag``.
+
+    ``MAX_NUMBER`` is the most that is accepted.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < lowest:
         raise ValueError(f"{flag} must be an integer of at least {lowest}, got {value!r}")
+    if int(value) > MAX_NUMBER:
+        raise ValueError(f"{flag} {value!r} is past the limit of {MAX_NUMBER}")
+    return int(value)
+
+
+def check_stream(cp_size: object, tokens_per_rank: object) -> tuple[int, int]:
+    """Both as ints, if that many ranks of that many tokens can be planned, else a ValueError naming the flag."""
+    ranks = check_at_least("--context-parallel-size", cp_size, 1)
+    tokens = check_at_least("tokens per rank", tokens_per_rank, 1)
+    if ranks * tokens > MAX_STREAM:
+        raise ValueError(
+            f"{ranks} ranks of {tokens} tokens make a stream of {ranks * tokens} tokens; at most {MAX_STREAM} can be "
+            f"planned together: with --context-parallel-size {ranks}, at most {MAX_STREAM // ranks} per rank"
+        )
+    return ranks, tokens
+
+
+_COUNTS = frozenset(
+    ("block_size", "blocks_per_message", "rounds_per_stage", "kv_buffer_tokens", "ranks_per_node", "max_ctas",
+     "head_groups")
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,19 +106,17 @@ class FcpConfig:
     def __post_init__(self) -> None:
         check_choice("--fcp-layout", self.layout, get_args(Layout))
         check_choice("mask", self.mask, get_args(Mask))
-        if self.block_size is not None:
-            check_at_least("--fcp-block-size", self.block_size, 1)
-        if self.rounds_per_stage is not None:
-            check_at_least("--fcp-rounds-per-stage", self.rounds_per_stage, 1)
-        if self.kv_buffer_tokens is not None:
-            check_at_least("--fcp-kv-buffer-tokens", self.kv_buffer_tokens, 1)
-        if self.max_ctas is not None:
-            check_at_least("--fcp-max-ctas", self.max_ctas, 1)
-        check_at_least("--fcp-blocks-per-message", self.blocks_per_message, 1)
-        check_at_least("--fcp-ranks-per-node", self.ranks_per_node, 1)
-        check_at_least("--fcp-head-groups", self.head_groups, 1)
-        if not self.timeout_s > 0:
-            raise ValueError(f"--fcp-timeout must be a positive number of seconds, got {self.timeout_s!r}")
+        for field in fields(self):
+            value: object = getattr(self, field.name)
+            if field.name in _COUNTS and (value is not None or field.default is not None):
+                flag = f"--fcp-{field.name.replace('_', '-')}"
+                object.__setattr__(self, field.name, check_at_least(flag, value, 1))
+        seconds: object = self.timeout_s
+        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < float(seconds) <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"--fcp-timeout must be a positive number of seconds and at most a week, {MAX_TIMEOUT_S:g}; "
+                f"got {seconds!r}"
+            )
 
     def resolve_block_size(self, tokens_per_rank: int) -> int:
         """Block size for ``tokens_per_rank`` tokens on every rank.
@@ -100,20 +126,32 @@ class FcpConfig:
         ValueError
             If the configured size does not divide ``tokens_per_rank``; names the nearest sizes that do.
         """
-        check_at_least("tokens per rank", tokens_per_rank, 1)
-        divisors = _divisors(tokens_per_rank)
+        tokens_per_rank = check_at_least("tokens per rank", tokens_per_rank, 1)
+        divisors = divisors_of(tokens_per_rank)
         if self.block_size is None:
-            return max(d for d in divisors if d <= MAX_AUTO_BLOCK_SIZE)
+            return largest_block(tokens_per_rank, MAX_AUTO_BLOCK_SIZE)
         if tokens_per_rank % self.block_size:
             below = max(d for d in divisors if d <= self.block_size)
-            above = min((d for d in divisors if d >= self.block_size), default=tokens_per_rank)
+            above = min((d for d in divisors if d >= self.block_size), default=below)
+            nearest = f"sizes that do are {below} and {above}" if below != above else f"size that does is {below}"
             raise ValueError(
                 f"--fcp-block-size {self.block_size} does not divide the {tokens_per_rank} tokens per rank; "
-                f"the nearest sizes that do are {below} and {above}"
+                f"the nearest {nearest}"
             )
         return self.block_size
 
 
-def _divisors(n: int) -> list[int]:
+def largest_block(tokens_per_rank: int, limit: int) -> int:
+    """Largest divisor of ``tokens_per_rank`` up to ``limit``; if only slivers are, the next one above it.
+
+    A prime number of tokens per rank would be cut into single tokens otherwise, which takes minutes to plan.
+    """
+    divisors = divisors_of(tokens_per_rank)
+    below = max(d for d in divisors if d <= limit)
+    return below if below >= SLIVER else min((d for d in divisors if d > limit), default=below)
+
+
+def divisors_of(n: int) -> list[int]:
+    """All divisors of ``n``, ascending."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})

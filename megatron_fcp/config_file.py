@@ -15,6 +15,7 @@ import dataclasses
 from pathlib import Path
 
 from megatron_fcp.config import FcpConfig
+from megatron_fcp.files import write_whole
 from megatron_fcp.plan.cost import CostModel
 
 FORMAT = "fcp-config/1"
@@ -28,7 +29,7 @@ def write_config(path: str | Path, config: FcpConfig, cost: CostModel | None = N
     body = {"format": FORMAT, **dataclasses.asdict(config)}
     if cost is not None:
         body["hardware"] = {**dataclasses.asdict(cost), "speeds": list(cost.speeds)}
-    Path(path).write_text(head + yaml.safe_dump(body, sort_keys=False), encoding="utf-8")
+    write_whole(path, head + yaml.safe_dump(body, sort_keys=False))
 
 
 def read_config(path: str | Path) -> tuple[FcpConfig, CostModel | None]:
@@ -46,7 +47,7 @@ def read_config(path: str | Path) -> tuple[FcpConfig, CostModel | None]:
         raise ValueError(f"FCP config {path}: no such file; `megatron-fcp tune --output {path}` writes one")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"FCP config {path}: not YAML ({error})") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__

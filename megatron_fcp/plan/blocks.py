@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fcp.config import Mask, check_at_least
-from megatron_fcp.plan.arrays import IntArray, frozen, offsets
+from megatron_fcp.plan.arrays import IntArray, Scalar, frozen, offsets
+from megatron_fcp.plan.jit import njit
 
 MAX_TOKENS = 2**31  # of a document: it has up to MAX_TOKENS ** 2 query-key pairs, which must fit into int64
 MAX_BLOCKS = 2**20  # more would take minutes to plan; 4096 ranks of 32K tokens in blocks of 128 are no more
@@ -118,6 +119,8 @@ def check_lengths(lengths: Sequence[int] | NDArray[np.generic], what: str = "len
         values = lengths.astype(np.int64)
         if bool(((values >= 0) & (values <= MAX_TOKENS)).all()):
             return values
+    if not hasattr(lengths, "__iter__"):
+        raise ValueError(f"document {what}s must be a list of integers, not {lengths!r}")
     items: list[object] = lengths.tolist() if isinstance(lengths, np.ndarray) else list(lengths)
     if not set(map(type, items)) <= {int}:
         for position, item in enumerate(items):
@@ -173,11 +176,13 @@ def build_block_table(
     start = offsets(length)[:-1] if starts is None else check_lengths(starts, "start")
     if start.size != length.size:
         raise ValueError(f"{length.size} document lengths but {start.size} document starts")
-    start, length = start[length > 0], length[length > 0]
+    real = np.flatnonzero(length)
+    start, length = start[real], length[real]
     ends = start + length
-    if (ends[:-1] > start[1:]).any():
-        position = int(np.flatnonzero(ends[:-1] > start[1:])[0])
-        raise ValueError(f"document {position} ends at token {ends[position]}, after the start of the next document")
+    late = np.flatnonzero(ends[:-1] > start[1:])
+    if late.size:
+        d = late[0]
+        raise ValueError(f"document {real[d]} ends at token {ends[d]}, after the start of the next document")
     if length.size and ends[-1] > num_tokens:
         raise ValueError(
             f"the documents hold {ends[-1]} tokens but the stream has only {num_tokens}; "
@@ -197,8 +202,6 @@ def check_window(window: int | None, mask: Mask = "causal") -> None:
     if window is None:
         return
     check_at_least("the window", window, 0)
-    if window > MAX_TOKENS:
-        raise ValueError(f"the window {window} is past the limit of {MAX_TOKENS}; leave it out for no limit")
     if mask != "causal":
         raise ValueError(f"a window of {window} tokens needs a causal mask, not {mask!r}")
 
@@ -207,55 +210,85 @@ def windowed_pairs(tokens: IntArray, window: int | None) -> IntArray:
     """Query-key pairs of the first ``tokens`` queries of a document."""
     if window is None:
         return tokens * (tokens + 1) // 2
+    return _pairs_within(tokens, window)
+
+
+def _pairs_within(tokens: Scalar, window: int) -> Scalar:
     ramp = np.minimum(tokens, window + 1)  # tokens whose window reaches the start of the document
     return ramp * (ramp + 1) // 2 + (tokens - ramp) * (window + 1)
+
+
+_compiled_pairs = njit(cache=True)(_pairs_within)
 
 
 def _cut(
     start: IntArray, length: IntArray, num_blocks: int, block_size: int, mask: Mask, window: int | None
 ) -> BlockTable:
-    first = start // block_size
-    last = (start + length - 1) // block_size
-    pieces = last - first + 1
-    document = np.repeat(np.arange(start.size, dtype=np.int64), pieces)
-    block = np.arange(document.size, dtype=np.int64) - np.repeat(offsets(pieces)[:-1] - first, pieces)
-    piece_start = np.maximum(start[document], block * block_size)
-    piece_stop = np.minimum(start[document] + length[document], (block + 1) * block_size)
-    piece = piece_stop - piece_start
-    position = piece_start - start[document]
-    if mask == "causal":
-        pairs = windowed_pairs(position + piece, window) - windowed_pairs(position, window)
-    else:
-        pairs = piece * length[document]
-    fragment_ptr = np.searchsorted(block, np.arange(num_blocks + 1))
-    before = offsets(pairs)
-    cost = before[fragment_ptr[1:]] - before[fragment_ptr[:-1]]
-
-    continues = block < last[document]  # the document goes on in a later block
-    began = block > first[document]
-    edge = np.arange(num_blocks, dtype=np.int64) * block_size
-    shared_start, shared_stop = edge + block_size, edge.copy()
-    shared_start[block[continues]] = piece_start[continues]
-    shared_stop[block[continues]] = piece_stop[continues]
-    if mask == "full":  # earlier blocks attend to later ones as well
-        np.minimum.at(shared_start, block[began], piece_start[began])
-        np.maximum.at(shared_stop, block[began], piece_stop[began])
-    if window is not None:
-        shared_start = np.maximum(shared_start, shared_stop - window)
-    shared_start = np.minimum(shared_start, shared_stop)
+    document, piece_start, piece, block, fragment_ptr = _fragments(start, length, num_blocks, block_size)
+    reach = MAX_TOKENS if window is None else window
+    cost, shared_start, shared_stop = _shares(
+        document, piece_start, piece, block, start, length, num_blocks, block_size, mask == "causal", reach
+    )
+    for array in (document, piece_start, piece, block, fragment_ptr, cost, shared_start, shared_stop):
+        array.setflags(write=False)
     return BlockTable(
         block_size=block_size,
         num_blocks=num_blocks,
         mask=mask,
         document_start=frozen(start),
         document_length=frozen(length),
-        fragment_document=frozen(document),
-        fragment_start=frozen(piece_start),
-        fragment_length=frozen(piece),
-        fragment_block=frozen(block),
-        fragment_ptr=frozen(fragment_ptr),
-        block_cost=frozen(cost),
-        shared_start=frozen(shared_start),
-        shared_stop=frozen(shared_stop),
+        fragment_document=document,
+        fragment_start=piece_start,
+        fragment_length=piece,
+        fragment_block=block,
+        fragment_ptr=fragment_ptr,
+        block_cost=cost,
+        shared_start=shared_start,
+        shared_stop=shared_stop,
         window=window,
     )
+
+
+@njit(cache=True)
+def _fragments(
+    start: IntArray, length: IntArray, num_blocks: int, block_size: int
+) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+    """Document, first token, tokens and block of every fragment, and each block's first fragment."""
+    size = 0
+    for d in range(start.size):
+        size += (start[d] + length[d] - 1) // block_size - start[d] // block_size + 1
+    document, piece_start, piece, block = np.empty((4, size), dtype=np.int64)
+    ptr = np.zeros(num_blocks + 1, dtype=np.int64)
+    n = 0
+    for d in range(start.size):
+        end = start[d] + length[d]
+        for b in range(start[d] // block_size, (end - 1) // block_size + 1):
+            document[n], block[n], piece_start[n] = d, b, max(start[d], b * block_size)
+            piece[n] = min(end, (b + 1) * block_size) - piece_start[n]
+            n += 1
+            ptr[b + 1] = n
+    for b in range(num_blocks):
+        ptr[b + 1] = max(ptr[b + 1], ptr[b])
+    return document, piece_start, piece, block, ptr
+
+
+@njit(cache=True)
+def _shares(
+    document: IntArray, piece_start: IntArray, piece: IntArray, block: IntArray, start: IntArray, length: IntArray,
+    num_blocks: int, block_size: int, causal: bool, window: int,
+) -> tuple[IntArray, IntArray, IntArray]:  # fmt: skip
+    """Pairs of every block, and the range of it that others may need."""
+    cost = np.zeros(num_blocks, dtype=np.int64)
+    low, high = np.arange(1, num_blocks + 1) * block_size, np.arange(num_blocks) * block_size
+    for i in range(document.size):
+        d, b, begin, end = document[i], block[i], piece_start[i], piece_start[i] + piece[i]
+        if causal:
+            cost[b] += _compiled_pairs(end - start[d], window) - _compiled_pairs(begin - start[d], window)
+        else:
+            cost[b] += piece[i] * length[d]
+        goes_on = start[d] + length[d] > (b + 1) * block_size
+        if goes_on or (not causal and begin > start[d]):  # then earlier blocks attend to later ones as well
+            low[b], high[b] = min(low[b], begin), max(high[b], end)
+    for b in range(num_blocks):
+        low[b] = min(max(low[b], high[b] - window), high[b])
+    return cost, low, high

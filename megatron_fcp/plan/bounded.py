@@ -1,8 +1,8 @@
-"""Rounds for ranks that may hold only so much of others' KV.
+"""The limit of others' KV that a rank may hold, and rounds that keep it where only owners send.
 
-A makespan plan (:mod:`plan.swarm`) lets a rank pass on what it received, so that everything stays until the last call.
-Where that is more than a rank may hold, owners send everything themselves instead, in as few rounds as there can be,
-cut into stages of half the limit: the runtime holds two stages of KV, and of partial dKV, whatever the documents.
+Where hardware is known, blocks are passed on, and a limit is kept in waves (:mod:`plan.waves`). Elsewhere, and where
+that took too many waves, owners send everything themselves, in as few rounds as there can be, cut into stages of half
+the limit: the runtime holds two stages of KV, and of partial dKV, whatever the documents.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ TIERS = 2  # a rank receives at most one message per tier in a round
 DEFAULT_MULTIPLE = 32  # of the tokens per rank
 
 
+def least_limit(block_size: int) -> int:
+    """Least tokens that a rank must be allowed to hold: two stages of one round each."""
+    return BUFFERS * TIERS * block_size
+
+
 def check_limit(limit: int, block_size: int) -> None:
     """Raise unless two stages of one round each fit.
 
@@ -29,7 +34,7 @@ def check_limit(limit: int, block_size: int) -> None:
     ValueError
         Naming the flag, the value, and what to change.
     """
-    least = BUFFERS * TIERS * block_size
+    least = least_limit(block_size)
     if limit < least:
         raise ValueError(
             f"--fcp-kv-buffer-tokens {limit} is too little for two stages of one round, a block of {block_size} tokens "

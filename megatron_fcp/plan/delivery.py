@@ -58,18 +58,18 @@ def _delivers(
     by_owner, owner_ptr = grouped(owner, cp_size)
     by_src, src_ptr = grouped(src, cp_size)
     by_dst, dst_ptr = grouped(dst, cp_size)
-    holder = np.full(owner.size, -1, dtype=np.int64)  # last rank seen to receive the block, and when it did
-    since = np.zeros(owner.size, dtype=np.int64)
+    rounds = round_.max() + 1 if round_.size else 1
+    since = np.full(owner.size, -1, dtype=np.int64)  # last rank seen to receive the block times rounds, plus its round
     for r in range(cp_size):
         for m in by_dst[dst_ptr[r] : dst_ptr[r + 1]]:
             for i in range(ptr[m], ptr[m + 1]):
                 b = block[i]
-                if owner[b] == r or holder[b] == r or not travels[b] or (i > ptr[m] and block[i - 1] >= b):
+                if owner[b] == r or since[b] >= r * rounds or not travels[b] or (i > ptr[m] and block[i - 1] >= b):
                     return False
-                holder[b], since[b] = r, round_[m]
+                since[b] = r * rounds + round_[m]
         for m in by_src[src_ptr[r] : src_ptr[r + 1]]:
             for b in block[ptr[m] : ptr[m + 1]]:
-                if owner[b] != r and (holder[b] != r or since[b] >= round_[m]):
+                if owner[b] != r and not r * rounds <= since[b] < r * rounds + round_[m]:
                     return False
         document, checked = -1, 0
         for b in by_owner[owner_ptr[r] : owner_ptr[r + 1]]:
@@ -80,7 +80,7 @@ def _delivers(
                 if fragment_document[f] != document:
                     document, checked = fragment_document[f], first[f]
                 for x in range(max(checked, first[f]), stop[f]):
-                    if owner[x] != r and holder[x] != r:
+                    if owner[x] != r and since[x] < r * rounds:
                         return False
                 checked = max(checked, stop[f])
     return True

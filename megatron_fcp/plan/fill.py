@@ -11,15 +11,15 @@ import heapq
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import FloatArray, IntArray, Scalar
+from megatron_fcp.plan.arrays import FloatArray, IntArray
 from megatron_fcp.plan.jit import njit
+from megatron_fcp.plan.needs import all_needs, give, neediest
 from megatron_fcp.plan.runs import Pieces
 from megatron_fcp.plan.shape import BlockShapes, blocks_price
 from megatron_fcp.plan.trade import settle
 
 FAST = 0.98  # of the mean speed that a rank needs to be given a run
 CHEAP_SHARE = 0.25
-NEIGHBOUR = 0.7  # of the densest need that is enough for a rank that holds the block next to a piece
 
 
 def fill_ranks(
@@ -62,9 +62,10 @@ def seat_runs(pieces: Pieces, speed: FloatArray, ranks_per_node: int) -> IntArra
     runs = np.flatnonzero(pieces.document >= 0)
     runs = runs[np.lexsort((-pieces.first[runs], pieces.document[runs]))]  # latest first
     _, begin, count = np.unique(pieces.document[runs], return_index=True, return_counts=True)
-    seats = [np.flatnonzero(speed[low : low + ranks_per_node] >= FAST * speed.mean()) + low
-             for low in range(0, speed.size, ranks_per_node)]  # fmt: skip
-    size = [seat.size for seat in seats]
+    seats: list[list[int]] = [[] for _ in range(-(-speed.size // ranks_per_node))]
+    for rank in np.flatnonzero(speed >= FAST * speed.mean()).tolist():
+        seats[rank // ranks_per_node].append(rank)
+    size = [len(seat) for seat in seats]
     quota = min(ranks_per_node, -(-runs.size // len(size)))
     taken_of = [0] * len(size)
     emptiest = [(-min(quota, ranks), node) for node, ranks in enumerate(size) if ranks]
@@ -113,18 +114,13 @@ def _place(
     kh: float,
     owner: IntArray,
 ) -> None:
-    cp_size, least = target.size, target.min()
-    left = target.copy()
-    room = np.full(cp_size, slots)
-    num_nodes = (cp_size + ranks_per_node - 1) // ranks_per_node
-    have = np.zeros((max(far.max() + 1 if far.size else 0, 1), num_nodes), dtype=np.int64)  # prefix a node fetches
-    fetched = np.zeros(num_nodes)
+    least = target.min()
+    needs = all_needs(target, slots, cheap, far, ranks_per_node)
     for i in range(order.size):
         if home[i] >= 0:
-            owner[pieces.first[i] : pieces.first[i] + pieces.blocks[i]] = home[i]
-            left[home[i]] -= pieces.price[i]
-            room[home[i]] -= pieces.blocks[i]
-            _fetch(pieces.first[i], home[i] // ranks_per_node, shapes, far, have, fetched)
+            b, k = pieces.first[i], pieces.blocks[i]
+            owner[b : b + k] = home[i]
+            give(home[i], b, k, pieces.price[i], needs, cheap, shapes, far, ranks_per_node)
     first = np.empty(64, dtype=np.int64)
     count = np.empty(64, dtype=np.int64)
     scratch = np.empty(slots, dtype=np.int64)
@@ -141,9 +137,7 @@ def _place(
                 for j in range(k):
                     scratch[j] = b + j
                 price = blocks_price(scratch, k, shapes, qh, kh)
-            rank, spare = _densest(
-                b, left, room, k, price, cheap, owner, shapes, far, have, fetched, bearable, ranks_per_node
-            )
+            rank, spare = neediest(b, k, price, needs, cheap, owner, shapes, far, bearable, ranks_per_node)
             if rank < 0 or (k > 1 and spare < -0.005 * least and price > 0.03 * least):
                 half = k // 2
                 first[depth], count[depth] = b + half, k - half
@@ -151,61 +145,4 @@ def _place(
                 depth += 2
                 continue
             owner[b : b + k] = rank
-            left[rank] -= price
-            room[rank] -= k
-            _fetch(b, rank // ranks_per_node, shapes, far, have, fetched)
-
-
-@njit(cache=True)
-def _fetch(block: int, node: int, shapes: BlockShapes, far: IntArray, have: IntArray, fetched: FloatArray) -> None:
-    """Note that ``node`` needs what lies before ``block`` in its document."""
-    d = shapes.head[block]
-    if d < 0:
-        return
-    position = shapes.head_position[block]
-    if far[d] < 0:
-        fetched[node] += position
-    elif position > have[far[d], node]:
-        fetched[node] += position - have[far[d], node]
-        have[far[d], node] = position
-
-
-@njit(cache=True)
-def _densest(
-    block: int, left: FloatArray, room: IntArray, count: int, price: Scalar, cheap: float, owner: IntArray,
-    shapes: BlockShapes, far: IntArray, have: IntArray, fetched: FloatArray, bearable: float, ranks_per_node: int,
-) -> tuple[int, float]:  # fmt: skip
-    """Rank with room that needs the most price per free slot and can bear these blocks; else the one it hurts least.
-
-    Ranks whose node fetches what lies before the blocks anyway come first, those whose node fetches enough come last.
-    Also returns what the rank has left then, negative if too little.
-    """
-    d = shapes.head[block]
-    position = shapes.head_position[block] if d >= 0 else 0
-    known = d >= 0 and far[d] >= 0
-    near, best, fallback = -1, -1, -1
-    most = 0.0
-    for node in range(fetched.size):
-        extra = position - (have[far[d], node] if known else 0)
-        needed = price * 2 if extra > 0 and fetched[node] + extra > bearable * ranks_per_node else price
-        for r in range(node * ranks_per_node, min((node + 1) * ranks_per_node, left.size)):
-            if room[r] < count:
-                continue
-            spare = left[r] - needed - (room[r] - count) * cheap
-            if fallback < 0 or spare > most:
-                fallback, most = r, spare
-            if spare < 0:
-                continue
-            if extra <= 0 and known and (near < 0 or left[r] * room[near] > left[near] * room[r]):
-                near = r
-            if best < 0 or left[r] * room[best] > left[best] * room[r]:
-                best = r
-    for b in (block - 1, block + count):  # a rank that holds a neighbour saves a cut
-        if best >= 0 and 0 <= b < owner.size and owner[b] >= 0:
-            r = owner[b]
-            spare = left[r] - price - (room[r] - count) * cheap
-            if room[r] >= count and spare >= 0 and left[r] * room[best] >= NEIGHBOUR * left[best] * room[r]:
-                return r, 0.0
-    if near >= 0:
-        return near, 0.0
-    return (best, 0.0) if best >= 0 else (fallback, most)
+            give(rank, b, k, price, needs, cheap, shapes, far, ranks_per_node)

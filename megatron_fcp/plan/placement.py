@@ -81,13 +81,33 @@ def _swap(cost: IntArray, owner: IntArray, cp_size: int) -> None:
         light = int(load.argmin())
         gap = int(load[heavy] - load[light])
         mine, theirs = np.flatnonzero(owner == heavy), np.flatnonzero(owner == light)
-        delta = cost[mine][:, None] - cost[theirs][None, :]
-        useful = np.where((delta > 0) & (delta < gap), np.minimum(delta, gap - delta), 0)
-        best = int(useful.argmax()) if useful.size else 0
-        if not useful.size or useful.flat[best] == 0:
+        i, j = _best_trade(cost[mine], cost[theirs], gap)
+        if i < 0:
             return
-        i, j = divmod(best, theirs.size)
-        moved = int(delta[i, j])
+        moved = int(cost[mine[i]] - cost[theirs[j]])
         owner[mine[i]], owner[theirs[j]] = light, heavy
         load[heavy] -= moved
         load[light] += moved
+
+
+def _best_trade(mine: IntArray, theirs: IntArray, gap: int) -> tuple[int, int]:
+    """Which two to swap so that loads ``gap`` apart come closest; the first of several, -1 if none helps.
+
+    Only the two of ``theirs`` next to the price that would halve the gap can be best for one of ``mine``: there is no
+    table of all pairs, which a rank of many small blocks could not hold.
+    """
+    if not theirs.size:
+        return -1, -1
+    ordered = np.sort(theirs)
+    at = np.searchsorted(ordered, mine - gap // 2)
+    near = np.stack([ordered[np.clip(at + step, 0, ordered.size - 1)] for step in (-1, 0)])
+    useful = _useful(mine - near, gap).max(axis=0, initial=0)
+    i = int(useful.argmax())
+    if useful[i] == 0:
+        return -1, -1
+    return i, int(_useful(mine[i] - theirs, gap).argmax())
+
+
+def _useful(moved: IntArray, gap: int) -> IntArray:
+    """By how much the larger of two loads falls."""
+    return np.where((moved > 0) & (moved < gap), np.minimum(moved, gap - moved), 0)

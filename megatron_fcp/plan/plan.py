@@ -10,22 +10,25 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fcp.config import FcpConfig, check_at_least
+from megatron_fcp.config import FcpConfig, Mask, check_stream
 from megatron_fcp.plan.arrays import IntArray, frozen
 from megatron_fcp.plan.backward import PushSchedule, reverse_schedule
-from megatron_fcp.plan.blocks import BlockTable, build_block_table, check_lengths
-from megatron_fcp.plan.bounded import DEFAULT_MULTIPLE, check_limit, received_tokens, within_limit
+from megatron_fcp.plan.blocks import BlockTable, build_block_table, check_lengths, check_window
+from megatron_fcp.plan.bounded import DEFAULT_MULTIPLE, check_limit, least_limit, received_tokens, within_limit
 from megatron_fcp.plan.calls import Calls, split_calls
-from megatron_fcp.plan.cost import CostModel
+from megatron_fcp.plan.cost import CostModel, PushPrices
+from megatron_fcp.plan.held import attended_before
 from megatron_fcp.plan.layout import PlanLayout, build_layout
 from megatron_fcp.plan.makespan import block_sizes_to_try, choose_block_size, place_and_schedule
 from megatron_fcp.plan.placement import Placement, place_blocks
 from megatron_fcp.plan.push_tree import push_by_tree
+from megatron_fcp.plan.push_waves import push_in_waves
 from megatron_fcp.plan.rank_plan import RankPlan, derive_rank_plan
 from megatron_fcp.plan.schedule import CommSchedule, schedule_rounds
 from megatron_fcp.plan.strips import place_strips
 from megatron_fcp.plan.transfers import coalesce, needed_blocks
 from megatron_fcp.plan.validate import check_plan
+from megatron_fcp.plan.waves import schedule_in_waves
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Plan:
     placement: Placement
     schedule: CommSchedule
     ranks_per_node: int = 1
+    push_prices: PushPrices = PushPrices()  # noqa: RUF009
 
     def __post_init__(self) -> None:
         check_plan(self.table, self.placement, self.schedule, self.ranks_per_node)
@@ -58,10 +62,12 @@ class Plan:
 
     @cached_property
     def fine_backward(self) -> bool:
-        """Whether backward cuts stages finer than forward and pushes along trees of its own, behind the last pull.
+        """Whether backward cuts stages finer than forward and pushes along trees of its own.
 
         Not where owners send all that they have in many stages: pushes between the pulls keep memory at two stages.
         """
+        if self.schedule.waves is not None:
+            return True
         m = self.schedule.messages
         relays = (self.placement.block_rank[m.block] != np.repeat(m.src, np.diff(m.ptr))).any()
         few = max(ends.size for ends in self.schedule.stage_ends) <= 2
@@ -75,9 +81,21 @@ class Plan:
     @cached_property
     def push(self) -> PushSchedule:
         """Rounds that bring partial dKV home in backward."""
+        if self.schedule.waves is not None:
+            return push_in_waves(
+                self.table, self.placement, self.schedule, self.schedule.waves, self.calls, self.ranks_per_node,
+                self.push_prices,
+            )  # fmt: skip
         if self.fine_backward:
-            return push_by_tree(self.table, self.placement, self.schedule, self.calls, self.ranks_per_node)
+            return push_by_tree(
+                self.table, self.placement, self.schedule, self.calls, self.ranks_per_node, self.push_prices
+            )
         return reverse_schedule(self.schedule, self.placement, self.ranks_per_node)
+
+    @cached_property
+    def attended(self) -> tuple[IntArray, ...]:
+        """Stage up to which each rank has attended when it begins to pull each of its stages."""
+        return attended_before(self.table, self.schedule)
 
     @cached_property
     def layout(self) -> PlanLayout:
@@ -93,9 +111,13 @@ class Plan:
         parts: list[IntArray] = [frozen(scalars), table.document_start, table.document_length]
         parts += [self.placement.block_rank, messages.src, messages.dst, messages.ptr, messages.block]
         parts += [schedule.message_round, *schedule.stage_ends]
+        if schedule.waves is not None:
+            parts += [schedule.waves.ends, frozen([schedule.waves.held_tokens])]
         kind = f"fcp-plan/1 {table.mask} "
         if table.window is not None:
             kind = f"fcp-plan/2 {table.mask} window {table.window} "
+        if self.push_prices != PushPrices():
+            kind += f"push {self.push_prices.token} {self.push_prices.message} "
         sha = hashlib.sha256(kind.encode())
         for part in parts:
             sha.update(np.int64(part.size).astype("<i8").tobytes())
@@ -106,8 +128,9 @@ class Plan:
         """What ``rank`` executes."""
         assert 0 <= rank < self.cp_size, (rank, self.cp_size)
         return derive_rank_plan(
-            self.table, self.placement, self.schedule, self.calls, self.push, self.layout, rank, self.digest
-        )
+            self.table, self.placement, self.schedule, self.calls, self.push, self.layout, self.attended, rank,
+            self.digest,
+        )  # fmt: skip
 
 
 def make_plan(
@@ -141,11 +164,13 @@ def make_plan(
     Raises
     ------
     ValueError
-        For bad lengths, a stream too short for them, a block size that does not divide ``tokens_per_rank``, a limit of
-        held KV below two rounds, or a window that is negative or comes with a full mask.
+        For bad lengths, a stream too short for them or longer than 2**28 tokens, a block size that does not divide
+        ``tokens_per_rank``, a limit of held KV below two rounds, or a window that is negative or comes with a full
+        mask.
     """
     config = config or FcpConfig()
-    check_at_least("--context-parallel-size", cp_size, 1)
+    cp_size, tokens_per_rank = check_stream(cp_size, tokens_per_rank)
+    window = _checked_window(window, config.mask)
     if hardware is not None and config.mask == "causal" and window is None:
         return _plan_for(hardware, lengths, cp_size, tokens_per_rank, config, starts)
     table = build_block_table(
@@ -163,8 +188,9 @@ def make_plan(
     else:
         placement = place_strips(table, cp_size, hardware.token_s(1) / hardware.pair_s)
     planned_for = None if config.mask != "causal" else hardware
-    ranks_per_node = config.ranks_per_node if planned_for is None else planned_for.ranks_per_node
-    return _with_ordinary_rounds(table, placement, config, ranks_per_node)
+    if planned_for is None:
+        return _with_ordinary_rounds(table, placement, config, config.ranks_per_node)
+    return _with_ordinary_rounds(table, placement, config, planned_for.ranks_per_node, planned_for.push_prices())
 
 
 def with_window(plan: Plan, window: int | None, config: FcpConfig | None = None) -> Plan:
@@ -180,6 +206,7 @@ def with_window(plan: Plan, window: int | None, config: FcpConfig | None = None)
         Blocks per message and rounds per stage.
     """
     table = plan.table
+    window = _checked_window(window, table.mask)
     if window == table.window:
         return plan
     other = build_block_table(
@@ -190,10 +217,21 @@ def with_window(plan: Plan, window: int | None, config: FcpConfig | None = None)
         starts=table.document_start,
         window=window,
     )
-    return _with_ordinary_rounds(other, plan.placement, config or FcpConfig(), plan.ranks_per_node)
+    return _with_ordinary_rounds(other, plan.placement, config or FcpConfig(), plan.ranks_per_node, plan.push_prices)
 
 
-def _with_ordinary_rounds(table: BlockTable, placement: Placement, config: FcpConfig, ranks_per_node: int) -> Plan:
+def _checked_window(window: int | None, mask: Mask) -> int | None:
+    check_window(window, mask)
+    return None if window is None else int(window)
+
+
+def _with_ordinary_rounds(
+    table: BlockTable,
+    placement: Placement,
+    config: FcpConfig,
+    ranks_per_node: int,
+    push_prices: PushPrices = PushPrices(),  # noqa: B008
+) -> Plan:
     """Rounds that move what the placement needs from owners, as few as there can be."""
     rank, block = needed_blocks(table, placement)
     schedule = schedule_rounds(
@@ -204,7 +242,7 @@ def _with_ordinary_rounds(table: BlockTable, placement: Placement, config: FcpCo
     )
     if config.kv_buffer_tokens is not None:
         schedule = _limited(table, placement, schedule, ranks_per_node, config.kv_buffer_tokens, config)
-    return Plan(table, placement, schedule, ranks_per_node)
+    return Plan(table, placement, schedule, ranks_per_node, push_prices)
 
 
 def _limited(
@@ -231,7 +269,6 @@ def _block_size(
 ) -> int:
     if cost is None or config.mask != "causal" or config.block_size is not None:
         return config.resolve_block_size(tokens_per_rank)
-    check_at_least("tokens per rank", tokens_per_rank, 1)
     return choose_block_size(check_lengths(lengths), cp_size, tokens_per_rank, cost)
 
 
@@ -244,17 +281,21 @@ def _plan_for(
     starts: Sequence[int] | NDArray[np.generic] | None,
 ) -> Plan:
     if config.block_size is None:
-        check_at_least("tokens per rank", tokens_per_rank, 1)
         sizes = block_sizes_to_try(check_lengths(lengths), cp_size, tokens_per_rank, cost)
     else:
         sizes = [config.resolve_block_size(tokens_per_rank)]
+    limit = DEFAULT_MULTIPLE * tokens_per_rank if config.kv_buffer_tokens is None else config.kv_buffer_tokens
+    sizes = [size for size in sizes if least_limit(size) <= limit] or sizes[:1]
     total = cp_size * tokens_per_rank
     tables = [
         build_block_table(lengths, num_tokens=total, block_size=size, mask=config.mask, starts=starts) for size in sizes
     ]
     found = [place_and_schedule(table, cp_size, cost) for table in tables]
     best = min(range(len(found)), key=lambda i: float(found[i][2].finish.max()))
-    table, (placement, schedule, _) = tables[best], found[best]
-    limit = DEFAULT_MULTIPLE * tokens_per_rank if config.kv_buffer_tokens is None else config.kv_buffer_tokens
-    schedule = _limited(table, placement, schedule, cost.ranks_per_node, limit, config)
-    return Plan(table, placement, schedule, cost.ranks_per_node)
+    table, (placement, schedule, estimate) = tables[best], found[best]
+    received = received_tokens(table, schedule, cp_size)
+    check_limit(limit, table.block_size)
+    if received.max(initial=0) > limit:
+        waves = schedule_in_waves(table, placement, cost, estimate.compute, received, limit)
+        schedule = waves or within_limit(table, placement, cost.ranks_per_node, limit, config.blocks_per_message)
+    return Plan(table, placement, schedule, cost.ranks_per_node, cost.push_prices())

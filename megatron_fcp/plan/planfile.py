@@ -9,8 +9,10 @@
      "stage_rounds": [[r0, r1, ...] per rank],     a compute stage starts after each of these rounds
      "ranks_per_node": G, "digest": "..."}
 
-Two keys appear only where the plan needs them: ``"mask": "full"`` (default: causal), and ``"document_starts"`` where
-the stream holds padding between documents. Equal plans give equal bytes.
+Four keys appear only where the plan needs them: ``"mask": "full"`` (default: causal), ``"document_starts"`` where the
+stream holds padding between documents, ``"push_prices": [token, message]`` where backward's pushes cost more than by
+default (:class:`megatron_fcp.plan.cost.PushPrices`), and, where ranks may not hold all that they receive, ``"waves":
+{"ends": [last round of each], "held_tokens": most}`` (:mod:`plan.waves`). Equal plans give equal bytes.
 
 A plan for a window is an ``fcp-plan/2``: the same keys and ``"window": W``, tokens before a query that it attends to at
 most. A rank needs only the blocks that hold such a token then, and only the last ``W`` tokens of a document in a block
@@ -20,27 +22,29 @@ travel: who reads it by the rules of version 1 would miss transfers and price wo
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
-import secrets
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, cast, get_args
 
 import numpy as np
 
-from megatron_fcp.config import Mask
+from megatron_fcp.config import MAX_NUMBER, Mask, check_stream
+from megatron_fcp.files import write_whole
 from megatron_fcp.plan.arrays import frozen, offsets
 from megatron_fcp.plan.blocks import build_block_table
+from megatron_fcp.plan.cost import PushPrices
 from megatron_fcp.plan.placement import Placement
 from megatron_fcp.plan.plan import Plan
-from megatron_fcp.plan.schedule import CommSchedule, order_by_round
+from megatron_fcp.plan.schedule import CommSchedule, Waves, order_by_round
 from megatron_fcp.plan.transfers import Messages
 
 FORMAT = "fcp-plan/1"
 WINDOWED = "fcp-plan/2"
-MAX_INT = 2**31  # no count or index of a plan is larger
+MAX_BYTES = 2**28  # of text; 1024 ranks with 512K documents in blocks of 128 tokens take 2**24
 _REMEDY = "write it again with `megatron-fcp plan --out`"
 _REQUIRED = (
     "format",
@@ -54,7 +58,7 @@ _REQUIRED = (
     "ranks_per_node",
     "digest",
 )
-_OPTIONAL = ("mask", "document_starts")
+_OPTIONAL = ("mask", "document_starts", "push_prices", "waves")
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -81,6 +85,10 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         content["mask"] = table.mask
     if (table.document_start != offsets(table.document_length)[:-1]).any():
         content["document_starts"] = table.document_start.tolist()
+    if plan.push_prices != PushPrices():
+        content["push_prices"] = [plan.push_prices.token, plan.push_prices.message]
+    if schedule.waves is not None:
+        content["waves"] = {"ends": schedule.waves.ends.tolist(), "held_tokens": schedule.waves.held_tokens}
     if table.window is not None:
         content["window"] = table.window
     return content
@@ -95,23 +103,15 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     ------
     OSError
         If the file cannot be written; nothing is left behind.
+    ValueError
+        If it would be longer than what :func:`read_plan` accepts.
     """
     data = (json.dumps(plan_to_dict(plan), separators=(",", ":")) + "\n").encode("ascii")
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"the plan takes {len(data)} bytes, more than {MAX_BYTES}; raise --fcp-block-size")
     if os.fspath(path).endswith(".gz"):
         data = gzip.compress(data, mtime=0)  # no time stamp: equal plans, equal bytes
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():  # a pipe or a device cannot be replaced
-        target.write_bytes(data)
-        return
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, data)
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -120,12 +120,13 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     Raises
     ------
     ValueError
-        If the file is truncated, of another version, changed after it was written, or not a plan at all; names the
-        file, what is wrong with it and what to do.
+        If the file is truncated, of another version, changed after it was written, far too long (compressed or not),
+        or not a plan at all; names the file, what is wrong with it and what to do.
     OSError
         If it cannot be opened.
     """
-    data = Path(path).read_bytes()
+    with open(path, "rb") as file:
+        data = file.read(MAX_BYTES + 1)
     try:
         return plan_from_dict(_parse(data, compressed=os.fspath(path).endswith(".gz")))
     except ValueError as error:
@@ -166,8 +167,11 @@ def plan_from_dict(content: object) -> Plan:
 
 def _parse(data: bytes, compressed: bool) -> object:
     try:
-        text = (gzip.decompress(data) if compressed else data).decode("ascii")
-        return json.loads(text, object_pairs_hook=_no_repeats)
+        if compressed:  # a few bytes can stand for more than fits into memory
+            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"longer than the {MAX_BYTES} bytes that any plan takes")
+        return json.loads(data.decode("ascii"), object_pairs_hook=_no_repeats)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"truncated or no gzip file ({error}); {_REMEDY}") from error
     except UnicodeDecodeError as error:
@@ -186,6 +190,7 @@ def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _build(fields: dict[str, Any]) -> Plan:
     cp_size, block_size = _integer(fields, "cp_size"), _integer(fields, "block_size")
     tokens_per_rank, ranks_per_node = _integer(fields, "tokens_per_rank"), _integer(fields, "ranks_per_node")
+    check_stream(cp_size, tokens_per_rank)
     if tokens_per_rank % block_size:
         raise ValueError(f"block_size {block_size} does not divide tokens_per_rank {tokens_per_rank}")
     owners = _integers(fields["block_rank"], "block_rank")
@@ -208,7 +213,18 @@ def _build(fields: dict[str, Any]) -> Plan:
         for rank, ends in enumerate(_list(fields["stage_rounds"], "stage_rounds"))
     ]
     schedule = _schedule(_list(fields["rounds"], "rounds"), stage_ends)
-    return Plan(table, Placement(cp_size, frozen(owners)), schedule, ranks_per_node)
+    if "waves" in fields:
+        schedule = replace(schedule, waves=_waves(fields["waves"]))
+    return Plan(table, Placement(cp_size, frozen(owners)), schedule, ranks_per_node, _prices(fields))
+
+
+def _prices(fields: dict[str, Any]) -> PushPrices:
+    if "push_prices" not in fields:
+        return PushPrices()
+    prices = _integers(fields["push_prices"], "push_prices")
+    if len(prices) != 2:
+        raise ValueError(f"push_prices must be [token, message], not {len(prices)} numbers")
+    return PushPrices(*prices)
 
 
 def _schedule(rounds: list[Any], stage_ends: Sequence[Any]) -> CommSchedule:
@@ -232,6 +248,13 @@ def _schedule(rounds: list[Any], stage_ends: Sequence[Any]) -> CommSchedule:
     return order_by_round(messages, frozen(round_), len(rounds), tuple(stage_ends))
 
 
+def _waves(value: object) -> Waves:
+    if not isinstance(value, dict) or set(cast(dict[str, Any], value)) != {"ends", "held_tokens"}:
+        raise ValueError(f'waves must be {{"ends": [round, ...], "held_tokens": tokens}}, not {value!r:.40}')
+    fields = cast(dict[str, Any], value)
+    return Waves(frozen(_integers(fields["ends"], "waves.ends")), _integer(fields, "held_tokens"))
+
+
 def _list(value: object, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{where} must be a list, not {value!r:.40}")
@@ -240,13 +263,13 @@ def _list(value: object, where: str) -> list[Any]:
 
 def _integers(value: object, where: str) -> list[int]:
     for i, item in enumerate(_list(value, where)):
-        if type(item) is not int or not -MAX_INT <= item <= MAX_INT:
+        if type(item) is not int or not -MAX_NUMBER <= item <= MAX_NUMBER:
             raise ValueError(f"{where}[{i}] must be an integer, not {item!r:.40}")
     return cast(list[int], value)
 
 
 def _integer(fields: dict[str, Any], key: str) -> int:
     value = fields[key]
-    if type(value) is not int or not 1 <= value <= MAX_INT:
+    if type(value) is not int or not 1 <= value <= MAX_NUMBER:
         raise ValueError(f"{key} must be a positive integer, not {value!r:.40}")
     return value

@@ -2,7 +2,8 @@
 
 All ranks post their exchanges in one shared order (pull rounds, with each push round at its place between them), so
 that even a transport in which a send blocks until it is received cannot deadlock. At most two stages of KV are held:
-a rank posts the pulls of stage ``s`` only once it has attended to stage ``s - 2``.
+a rank posts the pulls of stage ``s`` only once it has attended to stage ``s - 2``. In waves it waits for what makes
+room (:mod:`plan.held`), and pushes go between the pulls of waves (:mod:`plan.push_waves`).
 
 ::
 
@@ -16,9 +17,12 @@ Where blocks are passed on, backward attends to each stage in parts, and all pus
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
+Kind = Literal["kv", "dkv"]
+_KINDS: tuple[Kind, ...] = ("dkv", "kv")  # in the order in which buffers are released
 LOCAL = 0  # buffer 0 holds the rank's own tokens; buffer s >= 1 what stage s received
 
 
@@ -81,7 +85,7 @@ class Reduce:
 class Release:
     """Drop a stage's KV or dKV buffer, once the sends from it are through."""
 
-    kind: Literal["kv", "dkv"]
+    kind: Kind
     buffer: int
 
 
@@ -97,7 +101,9 @@ class Slot:
     calls: int | None = None  # push: calls made before; None: all of the stages that it touches
 
 
-def pass_steps(slots: list[Slot], calls: list[Compute], stage_tokens: list[int]) -> tuple[Step, ...]:
+def pass_steps(
+    slots: list[Slot], calls: list[Compute], stage_tokens: list[int], attended: list[int]
+) -> tuple[Step, ...]:
     """Steps of a forward (pulls only) or backward (pulls and pushes) pass of one rank.
 
     Parameters
@@ -108,6 +114,8 @@ def pass_steps(slots: list[Slot], calls: list[Compute], stage_tokens: list[int])
         In order; those on remote stages that receive nothing take no step.
     stage_tokens : list of int
         KV tokens of each stage, the local one first.
+    attended : list of int
+        Stage up to which the rank has attended when it begins to pull each stage (see :mod:`plan.held`).
     """
     steps: list[Step] = []
     done = 0
@@ -133,8 +141,8 @@ def pass_steps(slots: list[Slot], calls: list[Compute], stage_tokens: list[int])
     for slot in slots:
         exchange = slot.exchange
         if exchange.kind == "pull":
-            if exchange.recvs and slot.stage >= 3:
-                attend(through[slot.stage - 2])
+            if exchange.recvs and attended[slot.stage] > LOCAL:
+                attend(through[attended[slot.stage]])
         else:
             touched = {s.buffer for t in (*exchange.sends, *exchange.recvs) for s in t.segments}
             if slot.calls is None:
@@ -148,7 +156,7 @@ def pass_steps(slots: list[Slot], calls: list[Compute], stage_tokens: list[int])
         steps.append(exchange)
     attend(len(calls))
     reduce_down_to(0)
-    return tuple(_with_releases(steps))
+    return tuple(_with_releases(steps, attended))
 
 
 def _passes_on(exchange: Exchange, push: Exchange) -> bool:
@@ -158,19 +166,25 @@ def _passes_on(exchange: Exchange, push: Exchange) -> bool:
     return any(s.buffer == r.buffer and s.start < r.stop and r.start < s.stop for r in received for s in sent)
 
 
-def _with_releases(steps: list[Step]) -> list[Step]:
-    """Insert releases as late as the two-stage bound allows, so that nothing waits for a send it need not wait for."""
-    last: dict[tuple[Literal["kv", "dkv"], int], int] = {}
-    first: dict[tuple[Literal["kv", "dkv"], int], int] = {}
+def _with_releases(steps: list[Step], attended: list[int]) -> list[Step]:
+    """Insert releases as late as they must make room, so that nothing waits for a send that it need not wait for."""
+    last: dict[tuple[Kind, int], int] = {}
+    first: dict[tuple[Kind, int], int] = {}
     pushes = {step.round: step for step in steps if isinstance(step, Exchange) and step.kind == "push"}
     for i, step in enumerate(steps):
         for key in _touched(step, pushes):
             last[key] = i
             first.setdefault(key, i)
     at: dict[int, list[Release]] = {}
-    for (kind, buffer), use in sorted(last.items()):
-        next_but_one = min((i for (k, b), i in first.items() if k == kind and b >= buffer + 2), default=len(steps))
-        at.setdefault(max(use + 1, next_but_one), []).append(Release(kind, buffer))
+    stages = max((buffer for _, buffer in last), default=LOCAL)
+    for kind in _KINDS:
+        opens = [len(steps)] * (len(attended) + 1)  # first use of this or any later buffer
+        for buffer in range(stages, LOCAL, -1):
+            opens[buffer] = min(opens[buffer + 1], first.get((kind, buffer), len(steps)))
+        for buffer in range(LOCAL + 1, stages + 1):
+            if (kind, buffer) in last:
+                opened = opens[bisect_left(attended, buffer)]  # by the first stage that needs the room
+                at.setdefault(max(last[kind, buffer] + 1, opened), []).append(Release(kind, buffer))
     out: list[Step] = []
     for i in range(len(steps) + 1):
         out.extend(at.get(i, []))
@@ -178,9 +192,9 @@ def _with_releases(steps: list[Step]) -> list[Step]:
     return out
 
 
-def _touched(step: Step, pushes: dict[int, Exchange]) -> set[tuple[Literal["kv", "dkv"], int]]:
+def _touched(step: Step, pushes: dict[int, Exchange]) -> set[tuple[Kind, int]]:
     if isinstance(step, Compute):
-        kinds: tuple[Literal["kv", "dkv"], ...] = ("kv", "dkv") if pushes else ("kv",)
+        kinds: tuple[Kind, ...] = ("kv", "dkv") if pushes else ("kv",)
         return {(kind, step.stage) for kind in kinds if step.stage != LOCAL}
     if isinstance(step, Reduce):
         transfers, kind = pushes[step.round].recvs, "dkv"

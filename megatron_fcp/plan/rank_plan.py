@@ -104,6 +104,7 @@ def derive_rank_plan(
     calls: Calls,
     push: PushSchedule,
     layout: PlanLayout,
+    attended: tuple[IntArray, ...],
     rank: int,
     digest: str,
 ) -> RankPlan:
@@ -123,6 +124,7 @@ def derive_rank_plan(
     after_pull = push.after_pull.tolist()
     pull_slots = [Slot(exchange, stage_of_round[exchange.round]) for exchange in pulls]
     begun = _calls_before(push, rank)
+    before = attended[rank].tolist()
     merged = [((slot.exchange.round, 0), slot) for slot in pull_slots]
     merged += [
         ((after_pull[exchange.round], 1 + exchange.round), Slot(exchange, LOCAL, begun.get(exchange.round)))
@@ -140,8 +142,8 @@ def derive_rank_plan(
         document_ids=frozen(document),
         calls=stages,
         parts=_parts(table, local_blocks, stages, calls, layout, rank),
-        forward=pass_steps(pull_slots, [Compute(stage) for stage in range(len(stages))], tokens),
-        backward=pass_steps([slot for _, slot in merged], backward, tokens),
+        forward=pass_steps(pull_slots, [Compute(stage) for stage in range(len(stages))], tokens, before),
+        backward=pass_steps([slot for _, slot in merged], backward, tokens, before),
         pulls_first=bool((push.after_pull >= schedule.num_rounds - 1).all()),
     )
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import FloatArray, IntArray
+from megatron_fcp.plan.arrays import FloatArray, IntArray, Scalar
 from megatron_fcp.plan.blocks import BlockTable
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.shape import BlockShapes, blocks_price, rectangle, triangle
@@ -66,16 +66,12 @@ def cut_pieces(
         Largest share of a rank's blocks that a run may take; earlier parts of a document become atoms.
     """
     first, last = table.document_blocks()
-    span = np.where(shapes.head >= 0, shapes.head, 0)
-    length = table.document_length if table.document_length.size else np.zeros(1, dtype=np.int64)
-    cut = np.append(np.where(shapes.head >= 0, length[span], 0), 0)  # length of the document that a boundary cuts
     size = 2 * table.num_blocks + 2
-    out = Pieces(
-        np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.float64)
-    )
+    first_block, blocks, document = np.empty((3, size), dtype=np.int64)
+    out = Pieces(first_block, blocks, document, np.empty(size))
     n = _cut(
         table.document_start, table.document_length, first, last, table.block_size, table.num_blocks,
-        shapes, cut, slots, target, depth, filler, widest, q_half, kv_half, out,
+        shapes, slots, target, depth, filler, widest, q_half, kv_half, out,
     )  # fmt: skip
     return Pieces(out.first[:n], out.blocks[:n], out.document[:n], out.price[:n])
 
@@ -89,7 +85,6 @@ def _cut(
     block_size: int,
     num_blocks: int,
     shapes: BlockShapes,
-    cut: IntArray,
     slots: int,
     target: float,
     depth: FloatArray,
@@ -121,9 +116,9 @@ def _cut(
             n += 1
             stop -= k
         if n > runs:
-            n = _atoms(done, stop, shapes, cut, slots, target, qh, kh, out, n)
+            n = _atoms(done, stop, shapes, length, slots, target, qh, kh, out, n)
             done = high
-    return _atoms(done, num_blocks, shapes, cut, slots, target, qh, kh, out, n)
+    return _atoms(done, num_blocks, shapes, length, slots, target, qh, kh, out, n)
 
 
 @njit(cache=True)
@@ -156,20 +151,23 @@ def _run(
 
 @njit(cache=True)
 def _atoms(
-    low: int, high: int, shapes: BlockShapes, cut: IntArray, slots: int, target: float, qh: float, kh: float,
+    low: int, high: int, shapes: BlockShapes, length: IntArray, slots: int, target: float, qh: float, kh: float,
     out: Pieces, n: int,
 ) -> int:  # fmt: skip
     """Cut ``low:high`` at the cheapest boundaries into pieces of about an eighth of a rank."""
     least, most, limit = max(slots // 12, 1), max(slots // 5, 1), max(slots // 2, 1)
     cheap = 0.004 * target / qh
+    head = shapes.head  # in a loop every access to a tuple's array would count a reference
     scratch = np.empty(limit + 1, dtype=np.int64)
     while low < high:
         best = min(low + least, high)
+        shortest = _cut_length(best, head, length)
         for e in range(low + least, min(low + limit, high) + 1):
-            if e > low + most and cut[best] <= cheap:
+            if e > low + most and shortest <= cheap:
                 break
-            if cut[e] < cut[best] or e == high:
-                best = e
+            this = _cut_length(e, head, length)
+            if this < shortest or e == high:
+                best, shortest = e, this
         count = best - low
         for i in range(count):
             scratch[i] = low + i
@@ -181,6 +179,12 @@ def _atoms(
         n += 1
         low += count
     return n
+
+
+@njit(cache=True)
+def _cut_length(boundary: int, head: IntArray, length: IntArray) -> Scalar:
+    """Length of the document that a boundary between blocks cuts."""
+    return length[head[boundary]] if boundary < head.size and head[boundary] >= 0 else 0
 
 
 def filler_prices(pieces: Pieces, slots: int, target: float, depth_of: IntArray) -> tuple[FloatArray, FloatArray]:

@@ -22,6 +22,22 @@ MIN_STAGES = 3  # fewer leave nothing to overlap the last transfers with
 
 
 @dataclass(frozen=True)
+class Waves:
+    """Rounds that ranks go through within a limit of held KV (see :mod:`plan.waves`).
+
+    Attributes
+    ----------
+    ends : IntArray, shape [num_waves]
+        Last round of each wave. Every rank ends a stage there, and nothing is passed on in a later wave.
+    held_tokens : int
+        KV tokens of others that a rank holds at once at most.
+    """
+
+    ends: IntArray
+    held_tokens: int
+
+
+@dataclass(frozen=True)
 class CommSchedule:
     """Rounds of messages.
 
@@ -33,12 +49,15 @@ class CommSchedule:
     message_round : IntArray, shape [num_messages]
     stage_ends : tuple of IntArray, one per rank
         A compute stage starts after each of these rounds; the last one lies at or behind the rank's last receive.
+    waves : Waves, optional
+        Where not everything that a rank receives may stay.
     """
 
     num_rounds: int
     messages: Messages
     message_round: IntArray
     stage_ends: tuple[IntArray, ...]
+    waves: Waves | None = None
 
     def stage_of_round(self, rank: int) -> IntArray:
         """Stage (counted from 1) in which ``rank`` attends to what it receives in a round; shape [num_rounds]."""

@@ -36,22 +36,33 @@ class BlockShapes(NamedTuple):
 
 def block_shapes(table: BlockTable, q_half: float, kv_half: float) -> BlockShapes:
     """Shapes of a causal table's blocks."""
-    nb, block, document = table.num_blocks, table.fragment_block, table.fragment_document
     first, last = table.document_blocks()
-    inside = first[document] == last[document]
-    length = table.fragment_length
-    n = length[inside].astype(np.float64)
-    inner = np.bincount(block[inside], (n * n + n) / 2 * (1 + q_half / n) * (1 + kv_half / n), nb).astype(np.float64)
-    began = block > first[document]
-    starts = (block == first[document]) & ~inside
-    out = [np.full(nb, -1), np.zeros(nb), np.zeros(nb), np.full(nb, -1), np.zeros(nb)]
-    head, head_length, head_position, tail, tail_length = (a.astype(np.int64) for a in out)
-    head[block[began]] = document[began]
-    head_length[block[began]] = length[began]
-    head_position[block[began]] = table.fragment_start[began] - table.document_start[document[began]]
-    tail[block[starts]] = document[starts]
-    tail_length[block[starts]] = length[starts]
-    return BlockShapes(inner, head, head_length, head_position, tail, tail_length)
+    return BlockShapes(
+        *_shapes(
+            table.fragment_document, table.fragment_start, table.fragment_length, table.fragment_block,
+            table.document_start, first, last, table.num_blocks, q_half, kv_half,
+        )
+    )  # fmt: skip
+
+
+@njit(cache=True)
+def _shapes(
+    document: IntArray, start: IntArray, length: IntArray, block: IntArray, document_start: IntArray, first: IntArray,
+    last: IntArray, num_blocks: int, q_half: float, kv_half: float,
+) -> tuple[FloatArray, IntArray, IntArray, IntArray, IntArray, IntArray]:  # fmt: skip
+    inner = np.zeros(num_blocks)
+    head, head_length = np.full(num_blocks, -1), np.zeros(num_blocks, dtype=np.int64)
+    head_position = np.zeros(num_blocks, dtype=np.int64)
+    tail, tail_length = np.full(num_blocks, -1), np.zeros(num_blocks, dtype=np.int64)
+    for i in range(document.size):
+        d, b = document[i], block[i]
+        if first[d] == last[d]:
+            inner[b] += triangle(float(length[i]), q_half, kv_half)
+        elif b == first[d]:
+            tail[b], tail_length[b] = d, length[i]
+        else:
+            head[b], head_length[b], head_position[b] = d, length[i], start[i] - document_start[d]
+    return inner, head, head_length, head_position, tail, tail_length
 
 
 @njit(cache=True)

@@ -60,6 +60,7 @@ def cut_by_arrival(
     q_half: float,
     kv_half: float,
     keys: IntArray,
+    wave_ends: IntArray,
 ) -> tuple[IntArray, IntArray, FloatArray]:
     """Stage ends of all ranks, flat, their offsets (shape [cp_size + 1]) and when every rank ends.
 
@@ -71,12 +72,16 @@ def cut_by_arrival(
         Seconds of every rank's local stage, and of a pair on it.
     keys : IntArray, shape [num_units]
         KV tokens of every unit.
+    wave_ends : IntArray, shape [num_waves]
+        Rounds at which every stage ends that holds anything up to there.
     """
     order, ptr = grouped(transfers.dst, local_s.size)
     loads = _loads(sharing, shapes, owner, transfers, keys, order)
+    round_ = transfers.round[order]
     return _cut(
-        ptr, transfers.round[order], end[order], loads, local_s, pair_s, q_half, kv_half, sharing.share_rank.size
-    )
+        ptr, round_, np.searchsorted(wave_ends, round_), end[order], loads, local_s, pair_s, q_half, kv_half,
+        sharing.share_rank.size,
+    )  # fmt: skip
 
 
 class Loads(NamedTuple):
@@ -165,6 +170,7 @@ def _count_behind(e: int, sharing: Sharing, shapes: BlockShapes, owner: IntArray
 def _cut(
     ptr: IntArray,
     round_: IntArray,
+    wave: IntArray,
     end: FloatArray,
     loads: Loads,
     local_s: FloatArray,
@@ -184,7 +190,7 @@ def _cut(
     for r in range(cp_size):
         for k in range(trials):
             finish[r, k], busy[r, k], _ = _run(
-                ptr[r], ptr[r + 1], round_, end, loads, local_s[r], pair_s[r], qh, kh, ENOUGH[k, 0],
+                ptr[r], ptr[r + 1], round_, wave, end, loads, local_s[r], pair_s[r], qh, kh, ENOUGH[k, 0],
                 ENOUGH[k, 1], sums, scratch,
             )  # fmt: skip
         makespan = max(makespan, finish[r].min())
@@ -197,7 +203,7 @@ def _cut(
                 best = k
         chosen[r] = finish[r, best]
         _, _, stages = _run(
-            ptr[r], ptr[r + 1], round_, end, loads, local_s[r], pair_s[r], qh, kh, ENOUGH[best, 0],
+            ptr[r], ptr[r + 1], round_, wave, end, loads, local_s[r], pair_s[r], qh, kh, ENOUGH[best, 0],
             ENOUGH[best, 1], sums, ends[n:],
         )  # fmt: skip
         n += stages
@@ -210,6 +216,7 @@ def _run(
     low: int,
     high: int,
     round_: IntArray,
+    wave: IntArray,
     end: FloatArray,
     loads: Loads,
     now: float,
@@ -230,7 +237,7 @@ def _run(
         j = i
         tokens = 0.0
         ready = now
-        while j < high:
+        while j < high and wave[j] == wave[i]:
             k, through, added = j, 0.0, 0.0  # a stage takes whole rounds
             while k < high and round_[k] == round_[j]:
                 through = max(through, end[k])

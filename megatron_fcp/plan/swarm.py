@@ -70,86 +70,45 @@ def _node_shares(sharing: Sharing, ranks_per_node: int) -> tuple[IntArray, IntAr
 
 @njit(cache=True, error_model="numpy")
 def _spread(
-    sharing: Sharing,
-    words: IntArray,
-    node_share: IntArray,
-    node_rows: IntArray,
-    cp_size: int,
-    ranks_per_node: int,
-    fast: float,
-    blocks_per_round: int,
-) -> Transfers:
+    sharing: Sharing, words: IntArray, node_share: IntArray, node_rows: IntArray, cp_size: int, ranks_per_node: int,
+    fast: float, blocks_per_round: int,
+) -> Transfers:  # fmt: skip
     # as locals: in a loop every access to a tuple's array would count a reference
-    unit_count, unit_owner, unit_document = sharing.unit_count, sharing.unit_owner, sharing.unit_document
-    unit_ptr, share_ptr, rank_ptr = sharing.unit_ptr, sharing.share_ptr, sharing.rank_ptr
-    rank_share = sharing.rank_share
-    share_rank, share_document, share_stop = sharing.share_rank, sharing.share_document, sharing.share_stop
-    num_shares = share_rank.size
-    held = np.zeros(words[-1], dtype=np.uint64)
-    want = np.zeros(words[-1], dtype=np.uint64)
-    claimed = np.zeros(words[-1], dtype=np.uint64)  # by the first share of each (document, node) group
-    remaining = np.zeros(num_shares, dtype=np.int64)
-    urgency = np.zeros(cp_size, dtype=np.int64)
-    one = np.uint64(1)
-    total = 0
-    for e in range(num_shares):
-        d, r = share_document[e], share_rank[e]
-        base = unit_ptr[d]
-        c = words[node_rows[node_share[e]]]
-        for u in range(base, unit_ptr[d + 1]):
-            w, bit = (u - base) >> 6, one << np.uint64((u - base) & 63)
-            if unit_owner[u] == r:
-                held[words[e] + w] |= bit
-                claimed[c + w] |= bit
-            elif u < share_stop[e]:
-                want[words[e] + w] |= bit
-                remaining[e] += 1
-                urgency[r] += unit_count[u]
-                total += 1
-    src, dst = np.empty(total, np.int64), np.empty(total, np.int64)
-    tiers, rounds = np.empty(total, np.int64), np.empty(total, np.int64)
+    unit_count, unit_owner, unit_ptr = sharing.unit_count, sharing.unit_owner, sharing.unit_ptr
+    share_ptr, share_rank, share_document = sharing.share_ptr, sharing.share_rank, sharing.share_document
+    rank_ptr, rank_share = sharing.rank_ptr, sharing.rank_share
+    held, want, claimed, remaining, urgency, mean_blocks = _start(sharing, words, node_share, node_rows, cp_size)
+    total = remaining.sum()
+    src, dst, tiers, rounds, share, parent = np.empty((6, total), np.int64)
     ptr = np.zeros(total + 1, np.int64)
     unit = np.empty(2 * total, np.int64)  # a message's candidates are written behind what has been taken
-    share, parent = np.empty(total, np.int64), np.empty(total, np.int64)
     by = np.empty(words[-1] * 64, np.int64)  # message that brought a unit to a share
-    copies = np.ones(unit_count.size, dtype=np.int64)
-    places = np.zeros(cp_size + 2, dtype=np.int64)
-    missing = np.empty(max((words[1:] - words[:-1]).max(), 1) if num_shares else 1, dtype=np.uint64)
-    mean_blocks = np.zeros(unit_ptr.size - 1)
-    for u in range(unit_count.size):
-        d = unit_document[u]
-        mean_blocks[d] += unit_count[u] / (unit_ptr[d + 1] - unit_ptr[d])
-    closed = np.zeros(num_shares, dtype=np.bool_)  # nothing left to bring into the node
-    open_ptr, open_share = rank_ptr[:-1].copy(), rank_share  # small shares are done first
-    busy = np.full((2, cp_size), -1, dtype=np.int64)  # last round in which a rank sends
-    m = n = landed = 0
-    round_ = 0
+    copies, places = np.ones(unit_count.size, np.int64), np.zeros(cp_size + 2, np.int64)
+    missing = np.empty(max((words[1:] - words[:-1]).max(), 1) if words.size > 1 else 1, np.uint64)
+    closed = np.zeros(share_rank.size, np.bool_)  # nothing left to bring into the node
+    open_ptr = rank_ptr[:-1].copy()  # small shares are done first
+    busy = np.full((2, cp_size), -1)  # last round in which a rank sends
+    m = n = landed = round_ = 0
     while n < total:
         limit = max(blocks_per_round >> max(0, 2 - round_ // 12), 1)
         waiting = np.flatnonzero(urgency)
         order = waiting[np.argsort(-urgency[waiting], kind="mergesort")]
-        for tier in range(1, -1, -1):
-            if tier == 0 and ranks_per_node == 1:
-                break
+        for tier in range(1, -1 if ranks_per_node > 1 else 0, -1):
             cap = limit if tier else max(int(limit * fast), 1)
             for r in order:
-                while open_ptr[r] < rank_ptr[r + 1] and not remaining[open_share[open_ptr[r]]]:
+                while open_ptr[r] < rank_ptr[r + 1] and not remaining[rank_share[open_ptr[r]]]:
                     open_ptr[r] += 1
                 e, o = _match(
-                    r, open_ptr[r], tier, round_, cap, unit_ptr, share_ptr, share_rank, share_document, rank_share,
-                    rank_ptr, words, node_share, node_rows, held, want, claimed, remaining, closed, mean_blocks, busy,
-                    missing,
+                    r, open_ptr[r], tier, round_, cap, share_ptr, share_rank, share_document, rank_share, rank_ptr,
+                    words, node_share, node_rows, held, want, claimed, remaining, closed, mean_blocks, busy, missing,
                 )  # fmt: skip
                 if e < 0:
                     continue
-                group = node_rows[node_share[e]]
                 taken = _take(
-                    e, o, tier, cap, unit_count, unit_ptr, share_document, words, group, held, want, claimed, copies,
-                    places, unit, n,
+                    e, o, tier, cap, unit_count, unit_ptr, share_document, words, node_rows[node_share[e]], held, want,
+                    claimed, copies, places, unit, n,
                 )  # fmt: skip
-                d = share_document[e]
-                base = unit_ptr[d]
-                s = share_rank[o]
+                base, s = unit_ptr[share_document[e]], share_rank[o]
                 for i in range(n, n + taken):
                     u = unit[i]
                     share[i] = e
@@ -162,40 +121,52 @@ def _spread(
                 m += 1
                 ptr[m] = n
                 busy[tier, s] = round_
-        for i in range(landed, n):
-            e = share[i]
-            index = unit[i] - unit_ptr[share_document[e]]
-            held[words[e] + (index >> 6)] |= one << np.uint64(index & 63)
+        for i in range(landed, n):  # what arrives in a round can be passed on from the next
+            index = unit[i] - unit_ptr[share_document[share[i]]]
+            held[words[share[i]] + (index >> 6)] |= np.uint64(1) << np.uint64(index & 63)
         landed = n
         round_ += 1
     return Transfers(ptr[: m + 1], src[:m], dst[:m], tiers[:m], rounds[:m], unit[:total], share, parent)
 
 
 @njit(cache=True, error_model="numpy")
+def _start(
+    sharing: Sharing, words: IntArray, node_share: IntArray, node_rows: IntArray, cp_size: int
+) -> tuple[WordArray, WordArray, WordArray, IntArray, IntArray, FloatArray]:
+    """What shares hold, want and have claimed for their node, by first share of the node; units that remain by share,
+    blocks that remain by rank, and the mean blocks per unit of every document."""
+    unit_count, unit_owner, unit_ptr = sharing.unit_count, sharing.unit_owner, sharing.unit_ptr
+    share_rank, share_document, share_stop = sharing.share_rank, sharing.share_document, sharing.share_stop
+    one = np.uint64(1)
+    held, want, claimed = np.zeros((3, words[-1]), np.uint64)
+    remaining, urgency = np.zeros(share_rank.size, np.int64), np.zeros(cp_size, np.int64)
+    for e in range(share_rank.size):
+        d, r = share_document[e], share_rank[e]
+        base = unit_ptr[d]
+        c = words[node_rows[node_share[e]]]
+        for u in range(base, unit_ptr[d + 1]):
+            w, bit = (u - base) >> 6, one << np.uint64((u - base) & 63)
+            if unit_owner[u] == r:
+                held[words[e] + w] |= bit
+                claimed[c + w] |= bit
+            elif u < share_stop[e]:
+                want[words[e] + w] |= bit
+                remaining[e] += 1
+                urgency[r] += unit_count[u]
+    mean_blocks = np.zeros(unit_ptr.size - 1)
+    for u in range(unit_count.size):
+        d = sharing.unit_document[u]
+        mean_blocks[d] += unit_count[u] / (unit_ptr[d + 1] - unit_ptr[d])
+    return held, want, claimed, remaining, urgency, mean_blocks
+
+
+@njit(cache=True, error_model="numpy")
 def _match(
-    r: int,
-    begin: Scalar,
-    tier: int,
-    round_: int,
-    cap: int,
-    unit_ptr: IntArray,
-    share_ptr: IntArray,
-    share_rank: IntArray,
-    share_document: IntArray,
-    rank_share: IntArray,
-    rank_ptr: IntArray,
-    words: IntArray,
-    node_share: IntArray,
-    node_rows: IntArray,
-    held: WordArray,
-    want: WordArray,
-    claimed: WordArray,
-    remaining: IntArray,
-    closed: BoolArray,
-    mean_blocks: FloatArray,
-    busy: IntArray,
-    missing: WordArray,
-) -> tuple[Scalar, Scalar]:
+    r: int, begin: Scalar, tier: int, round_: int, cap: int, share_ptr: IntArray, share_rank: IntArray,
+    share_document: IntArray, rank_share: IntArray, rank_ptr: IntArray, words: IntArray, node_share: IntArray,
+    node_rows: IntArray, held: WordArray, want: WordArray, claimed: WordArray, remaining: IntArray, closed: BoolArray,
+    mean_blocks: FloatArray, busy: IntArray, missing: WordArray,
+) -> tuple[Scalar, Scalar]:  # fmt: skip
     """The receiver's and the sender's share for this round; (-1, -1) if nobody who is free has what ``r`` lacks."""
     best_e, best_o, most = -1, -1, 0.0
     tries = 0
@@ -245,23 +216,10 @@ def _match(
 
 @njit(cache=True, error_model="numpy")
 def _take(
-    e: int,
-    o: int,
-    tier: int,
-    cap: int,
-    unit_count: IntArray,
-    unit_ptr: IntArray,
-    share_document: IntArray,
-    words: IntArray,
-    group: Scalar,
-    held: WordArray,
-    want: WordArray,
-    claimed: WordArray,
-    copies: IntArray,
-    places: IntArray,
-    unit: IntArray,
-    n: int,
-) -> int:
+    e: int, o: int, tier: int, cap: int, unit_count: IntArray, unit_ptr: IntArray, share_document: IntArray,
+    words: IntArray, group: Scalar, held: WordArray, want: WordArray, claimed: WordArray, copies: IntArray,
+    places: IntArray, unit: IntArray, n: int,
+) -> int:  # fmt: skip
     """Move the rarest units of share ``o`` that share ``e`` lacks into a message; returns how many."""
     d = share_document[e]
     base = unit_ptr[d]

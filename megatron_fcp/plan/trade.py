@@ -6,7 +6,7 @@ import heapq
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import FloatArray, IntArray
+from megatron_fcp.plan.arrays import FloatArray, IntArray, Scalar
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.shape import BlockShapes, blocks_price, rectangle, triangle
 
@@ -84,16 +84,13 @@ def _trade(
     give_block, take_block = np.empty((2, SIZES, 2 * slots), dtype=np.int64)
     give_value, take_value = np.empty((2, SIZES, 2 * slots))
     gives, takes = np.zeros((2, SIZES), dtype=np.int64)
-    stuck = 0.0
-    trades = 0
+    stuck, trades = 0.0, 0
     heap = [(-load[r], r) for r in range(cp_size)]  # of the heaviest; entries with an old load are passed over
     heapq.heapify(heap)
     for _ in range(TRADES_PER_RANK * cp_size):
-        while len(heap) > 0 and -heap[0][0] != load[heap[0][1]]:
-            heapq.heappop(heap)
-        if len(heap) == 0 or -heap[0][0] < max(mean * enough, stuck):
+        heavy = _heaviest(heap, load)
+        if heavy < 0 or load[heavy] < max(mean * enough, stuck):
             break
-        heavy = heap[0][1]
         if trades >= 4 and not tried[heavy]:
             lights = np.argsort(load)[:LIGHTEST]
             trades = 0
@@ -110,23 +107,18 @@ def _trade(
             if i < 0:
                 continue
             k, a, b = 1 << size, give_block[size, i], take_block[size, j]
-            before_a = shapes.head_position[a] if shapes.head[a] >= 0 else 0
-            before_b = shapes.head_position[b] if shapes.head[b] >= 0 else 0
+            before_a, before_b = _before(a, shapes), _before(b, shapes)
             if taken_on[light] + before_a > most or taken_on[heavy] + before_b > most:
                 continue
-            _exchange(held[heavy], a, b, k, slots, mine)
-            _exchange(held[light], b, a, k, slots, theirs)
-            new_heavy = blocks_price(mine, slots, shapes, qh, kh)
-            new_light = blocks_price(theirs, slots, shapes, qh, kh)
+            new_heavy = _exchange(held[heavy], a, b, k, mine, shapes, qh, kh)
+            new_light = _exchange(held[light], b, a, k, theirs, shapes, qh, kh)
             if max(new_heavy / speed[heavy], new_light / speed[light]) >= load[heavy] - 0.1 * want / speed[heavy]:
                 give_value[size, i] = 0.0  # cuts more than it seems: try another piece with the next rank
                 continue
-            held[heavy, :] = mine
-            held[light, :] = theirs
+            held[heavy, :], owner[b : b + k] = mine, heavy
+            held[light, :], owner[a : a + k] = theirs, light
             taken_on[light] += before_a
             taken_on[heavy] += before_b
-            owner[a : a + k] = light
-            owner[b : b + k] = heavy
             price[heavy], price[light] = new_heavy, new_light
             for r in (heavy, light):
                 load[r] = price[r] / speed[r]
@@ -138,6 +130,20 @@ def _trade(
         if tried[heavy] == LIGHTEST // 4:
             heapq.heappop(heap)
             stuck = max(stuck, load[heavy] * 0.9995)  # it sets the pace: no need to bring others far below
+
+
+@njit(cache=True)
+def _heaviest(heap: list[tuple[float, int]], load: FloatArray) -> int:
+    """Rank of the largest load, -1 if none is left; drops entries with an old load from the heap."""
+    while len(heap) > 0 and -heap[0][0] != load[heap[0][1]]:
+        heapq.heappop(heap)
+    return heap[0][1] if len(heap) > 0 else -1
+
+
+@njit(cache=True)
+def _before(block: int, shapes: BlockShapes) -> Scalar:
+    """KV tokens that the block's first document has before it."""
+    return shapes.head_position[block] if shapes.head[block] >= 0 else 0
 
 
 @njit(cache=True)
@@ -207,11 +213,13 @@ def _best_pair(
 
 
 @njit(cache=True)
-def _exchange(blocks: IntArray, out: int, into: int, k: int, slots: int, result: IntArray) -> None:
-    """``blocks`` without ``out .. out + k - 1`` and with ``into .. into + k - 1``, ascending."""
+def _exchange(
+    blocks: IntArray, out: int, into: int, k: int, result: IntArray, shapes: BlockShapes, qh: float, kh: float
+) -> Scalar:
+    """``blocks`` without ``out .. out + k - 1`` and with ``into .. into + k - 1``, ascending; returns their price."""
     n = 0
     added = False
-    for i in range(slots):
+    for i in range(blocks.size):
         if out <= blocks[i] < out + k:
             continue
         if not added and blocks[i] > into:
@@ -225,3 +233,4 @@ def _exchange(blocks: IntArray, out: int, into: int, k: int, slots: int, result:
         for j in range(k):
             result[n] = into + j
             n += 1
+    return blocks_price(result, n, shapes, qh, kh)

@@ -111,3 +111,10 @@ def coalesce(rank: IntArray, block: IntArray, placement: Placement, blocks_per_m
     start_of_pair = np.maximum.accumulate(np.where(new_pair, np.arange(pair.size), 0))
     start = np.flatnonzero((np.arange(pair.size) - start_of_pair) % blocks_per_message == 0)
     return Messages(frozen(src[start]), frozen(dst[start]), frozen(np.append(start, pair.size)), frozen(block))
+
+
+def message_tokens(table: BlockTable, messages: Messages) -> IntArray:
+    """KV tokens that each message carries, shape [num_messages]: what others may need of its blocks."""
+    if not len(messages):
+        return np.zeros(0, dtype=np.int64)
+    return np.add.reduceat((table.shared_stop - table.shared_start)[messages.block], messages.ptr[:-1])

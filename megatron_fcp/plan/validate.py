@@ -8,8 +8,10 @@ from megatron_fcp.plan.arrays import IntArray
 from megatron_fcp.plan.blocks import BlockTable
 from megatron_fcp.plan.delivery import delivers, in_step
 from megatron_fcp.plan.placement import Placement
-from megatron_fcp.plan.schedule import CommSchedule, tier_of
+from megatron_fcp.plan.schedule import CommSchedule, Waves, tier_of
 from megatron_fcp.plan.transfers import needed_blocks
+
+LEAST_WAVES = 2
 
 
 def check_plan(table: BlockTable, placement: Placement, schedule: CommSchedule, ranks_per_node: int) -> None:
@@ -27,6 +29,8 @@ def check_plan(table: BlockTable, placement: Placement, schedule: CommSchedule, 
     if not in_step(schedule, placement.cp_size, ranks_per_node):
         _check_rounds(schedule, ranks_per_node)
     _check_stages(placement, schedule)
+    if schedule.waves is not None:
+        _check_waves(table, placement, schedule, schedule.waves)
 
 
 def _name_fault(table: BlockTable, placement: Placement, schedule: CommSchedule, ranks_per_node: int) -> None:
@@ -156,3 +160,34 @@ def _check_stages(placement: Placement, schedule: CommSchedule) -> None:
     if (end < last).any():
         at = int((end < last).argmax())
         raise ValueError(f"rank {at} receives in round {last[at]}, after its last stage")
+
+
+def _check_waves(table: BlockTable, placement: Placement, schedule: CommSchedule, waves: Waves) -> None:
+    ends, m = waves.ends, schedule.messages
+    if ends.size < LEAST_WAVES or (np.diff(ends) <= 0).any() or ends[0] < 0 or ends[-1] != schedule.num_rounds - 1:
+        raise ValueError(
+            f"there must be at least {LEAST_WAVES} waves, that end at ascending rounds up to {schedule.num_rounds - 1}"
+        )
+    wave = np.searchsorted(ends, schedule.message_round)
+    for rank, stops in enumerate(schedule.stage_ends):
+        mine = np.flatnonzero(m.dst == rank)
+        stage = np.searchsorted(stops, schedule.message_round[mine])
+        if ((stage[1:] == stage[:-1]) & (wave[mine][1:] != wave[mine][:-1])).any():
+            raise ValueError(f"a stage of rank {rank} receives in more than one wave")
+    counts = np.diff(m.ptr)
+    src, dst, at = (np.repeat(a, counts) for a in (m.src, m.dst, wave))
+    came = np.full((placement.cp_size, table.num_blocks), -1, dtype=np.int64)
+    came[dst, m.block] = at
+    late = (placement.block_rank[m.block] != src) & (came[src, m.block] != at)
+    if late.any():
+        i = int(late.argmax())
+        raise ValueError(f"rank {src[i]} passes block {m.block[i]} on in wave {at[i]}, in which it did not receive it")
+    received = np.zeros((placement.cp_size, ends.size), dtype=np.int64)
+    np.add.at(received, (dst, at), (table.shared_stop - table.shared_start)[m.block])
+    over = (received.sum(axis=1) > waves.held_tokens) & (2 * received.max(axis=1) > waves.held_tokens)
+    if over.any():
+        rank = int(over.argmax())
+        raise ValueError(
+            f"rank {rank} receives {received[rank].max()} tokens in a wave, more than half of the "
+            f"{waves.held_tokens} that it may hold"
+        )

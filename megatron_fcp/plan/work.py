@@ -55,12 +55,17 @@ class StageWork:
         return self.q_start.size
 
     @property
-    def pairs(self) -> int:
-        """Query-key pairs attended to."""
+    def item_pairs(self) -> IntArray:
+        """Query-key pairs that each item attends to, shape [num_items]."""
         q, kv = self.q_stop - self.q_start, self.kv_stop - self.kv_start
         if self.causal:
-            return int(windowed_pairs(q, self.window).sum())
-        return int((q * kv - (q * (q - 1) // 2 if self.anticausal else 0)).sum())
+            return windowed_pairs(q, self.window)
+        return q * kv - (q * (q - 1) // 2 if self.anticausal else 0)
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs attended to."""
+        return int(self.item_pairs.sum())
 
 
 @dataclass(frozen=True)

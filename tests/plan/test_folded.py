@@ -71,7 +71,8 @@ def test_plans_are_valid_and_execute(hardware: str, ranks_of_each: int) -> None:
 
 
 @pytest.mark.parametrize("hardware", ["flat5920", "h100-ib"])
-def test_equal_documents_of_many_ranks_are_level_with_rings(hardware: str) -> None:
-    case = Case(np.full(4, 16 * 32768), 64, 32768, load_hardware(hardware))
+@pytest.mark.parametrize(("ranks_of_each", "tokens"), [(16, 32768), (32, 16384)])  # the latter not within EVEN
+def test_equal_documents_of_many_ranks_are_level_with_rings(hardware: str, ranks_of_each: int, tokens: int) -> None:
+    case = Case(np.full(64 // ranks_of_each, ranks_of_each * tokens), 64, tokens, load_hardware(hardware))
     ours, *rings = (case.efficiency(run_system(name, case)) for name in ("fcp", *RINGS))
     assert ours >= 0.98 * max(rings), rings

@@ -103,6 +103,8 @@ def test_shared_ranges_are_just_what_other_blocks_attend_to(case: Case) -> None:
         (np.array([2**63], dtype=np.uint64), "past the limit"),
         ([8, 9], r"17 tokens but the stream has only 16"),
         ([2, 17], r"document 1 holds 17 tokens but the whole stream has only 16"),
+        (None, "must be a list of integers, not None"),
+        (5, "must be a list of integers, not 5"),
         ([2**31 - 1] * 8, "the whole stream has only 16"),
     ],
 )
@@ -124,6 +126,11 @@ def test_bad_lengths_are_named(lengths: list[int], message: str) -> None:
 def test_bad_starts_are_named(starts: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_block_table([4, 4], num_tokens=16, block_size=4, starts=starts)
+
+
+def test_empty_documents_count_when_a_bad_start_is_named() -> None:
+    with pytest.raises(ValueError, match=r"document 1 ends at token 10, after the start of the next document"):
+        build_block_table([0, 10, 0, 5], num_tokens=16, block_size=4, starts=[0, 0, 3, 5])
 
 
 def test_numpy_integers_of_any_width_are_lengths() -> None:

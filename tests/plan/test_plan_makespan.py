@@ -118,7 +118,9 @@ def test_larger_blocks_are_tried_only_where_latencies_count() -> None:
     far = replace(COST, latency_s=1.0)
     first, *others = block_sizes_to_try(lengths, 8, 8192, far)
     assert first == choose_block_size(lengths, 8, 8192, far)
-    assert others == [size for size in (2 * first, 4 * first, 8 * first) if size <= 4096]
+    assert others == [2 * first, 4 * first, 8 * first, 8192]  # the last: a whole rank, since a latency is all there is
+    # 471 us of compute per rank are less than 500 latencies of 6 us and more than 20
+    assert block_sizes_to_try(lengths, 8, 8192, replace(COST, latency_s=6e-6)) == [first, *others[:3]]
 
 
 @pytest.mark.parametrize("latency_s", [1e-6, 1e-5, 1e-4])

@@ -18,10 +18,7 @@ from megatron_fcp.plan import Plan, make_plan, with_window
 from megatron_fcp.plan.blocks import build_block_table
 from megatron_fcp.plan.planfile import plan_from_dict, plan_to_dict, read_plan, write_plan
 from megatron_fcp.plan.strips import place_strips
-from megatron_fcp.simulate.case import Case as ClusterCase
 from megatron_fcp.simulate.hardware import PRESETS
-from megatron_fcp.simulate.lower import plan_program
-from megatron_fcp.simulate.price import price_plan
 from megatron_fcp.testing.audit import audit
 from megatron_fcp.testing.oracle import TOLERANCE, largest_error
 from megatron_fcp.testing.strategies import windowed_cases
@@ -242,15 +239,6 @@ def test_a_plan_that_lacks_a_block_of_the_window_is_refused() -> None:
 def test_bad_windows(window: int, config: FcpConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_plan([8], cp_size=2, tokens_per_rank=4, config=config, window=window)
-
-
-def test_the_simulator_says_that_it_cannot() -> None:
-    plan = make_plan([64], cp_size=2, tokens_per_rank=32, window=5)
-    case = ClusterCase(np.array([64]), 2, 32, PRESETS["flat5920"])
-    with pytest.raises(ValueError, match="plans for a window cannot be simulated yet, this one's is 5"):
-        plan_program(plan, case)
-    with pytest.raises(ValueError, match="plans for a window cannot be priced yet, this one's is 5"):
-        price_plan(plan, PRESETS["flat5920"].cost())
 
 
 def test_the_command_takes_a_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
