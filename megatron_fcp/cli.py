@@ -13,6 +13,8 @@ from megatron_fcp import __version__
 from megatron_fcp.commands import COMMANDS
 
 USAGE_ERROR = 2
+INTERRUPTED = 130  # as shells have it
+EXTRAS = {"rich": "tools", "yaml": "tools", "matplotlib": "tools", "torch": "megatron"}  # by what brings them
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -36,16 +38,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     top.add_argument("--version", action="version", version=f"megatron-fcp {__version__}")
     top.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below; each has its own --help")
     name = top.parse_args(arguments[:1]).command
-    module = importlib.import_module(f"megatron_fcp.commands.{name}")
     parser = OneLineParser(prog=f"megatron-fcp {name}", description=COMMANDS[name], allow_abbrev=False)
-    module.add_arguments(parser)
-    parsed = parser.parse_args(arguments[1:])
     try:
+        module = importlib.import_module(f"megatron_fcp.commands.{name}")
+        module.add_arguments(parser)
+        parsed = parser.parse_args(arguments[1:])
         status: int = module.run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        remedy = f"`pip install 'megatron-fcp[{EXTRAS[package]}]'`"
+        print(f"{parser.prog}: error: needs the package {package}, which is not installed; {remedy}", file=sys.stderr)
+        return USAGE_ERROR
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return USAGE_ERROR

@@ -11,7 +11,7 @@ COMMANDS = {
     "simulate": "price a plan on a cluster model: efficiency, waiting, traffic, and whole training steps",
     "doctor": "check a launch config before anyone launches: how it divides the GPUs, memory of each, predicted step",
     "compare": "FCP against its peers over workloads, scales and clusters; one table, one picture",
-    "tune": "find block size, stages and layout for given lengths and hardware; write them as a config file",
+    "tune": "find block size, layout and head groups for given lengths and hardware; write them as a config file",
     "view": "write one HTML page to look at a plan: who holds what, rounds, and what happens when",
     "trace": "write a trace file for Perfetto: planned passes, and a recorded run beside them",
     "replay": "run a plan's kernels, rank by rank, on one device; combine their times with a modelled network",

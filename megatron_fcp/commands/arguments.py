@@ -6,7 +6,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -114,13 +115,13 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     if arguments.plan is not None:
         if given:
             raise ValueError(f"--plan brings its own stream and settings; leave out {_flags(sorted(given))}")
-        return _read(arguments.plan)
+        return file_plan(arguments.plan)
     if missing := [name for name in _STREAM if name not in given]:
         raise ValueError(f"the following arguments are required: {_flags(missing)} (or --plan)")
     if arguments.window is not None and arguments.mask == "full":
         raise ValueError(f"--window {arguments.window} looks back from a query; leave out --mask full")
     lengths = read_lengths(arguments.lengths)
-    try:
+    with naming_flag("--lengths", arguments.lengths), own_flags():
         return make_plan(
             lengths,
             cp_size=arguments.cp_size,
@@ -129,13 +130,6 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
             hardware=_cost_of(arguments, given),
             window=arguments.window,
         )
-    except ValueError as error:
-        message = str(error)
-        for training, here in _TRAINING_FLAGS:
-            message = message.replace(training, here)
-        raise ValueError(
-            message if message.startswith("--") else f"--lengths {arguments.lengths}: {message}"
-        ) from error
 
 
 def _cost_of(arguments: argparse.Namespace, given: set[str]) -> CostModel | None:
@@ -146,10 +140,7 @@ def _cost_of(arguments: argparse.Namespace, given: set[str]) -> CostModel | None
         raise ValueError(f"--hardware makes the planner choose messages and stages; leave out {_flags(clash)}")
     if arguments.mask == "full":
         raise ValueError("--mask full has no makespan planner yet; leave out --hardware, or use --mask causal")
-    if arguments.num_heads % arguments.num_kv_heads:
-        raise ValueError(
-            f"--num-heads {arguments.num_heads} is not a multiple of --num-kv-heads {arguments.num_kv_heads}"
-        )
+    check_heads(arguments.num_heads, arguments.num_kv_heads)
     shape = AttentionShape(
         arguments.num_heads, arguments.num_kv_heads, arguments.head_dim, bytes_per_element=arguments.dtype_bytes
     )
@@ -157,11 +148,49 @@ def _cost_of(arguments: argparse.Namespace, given: set[str]) -> CostModel | None
     return cost if arguments.ranks_per_node is None else replace(cost, ranks_per_node=arguments.ranks_per_node)
 
 
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Raise a ValueError unless KV heads divide the query heads."""
+    if num_heads % num_kv_heads:
+        below = max(n for n in range(1, min(num_heads, num_kv_heads) + 1) if num_heads % n == 0)
+        raise ValueError(
+            f"--num-heads {num_heads} is not a multiple of --num-kv-heads {num_kv_heads}; use --num-kv-heads {below}"
+        )
+
+
 def _flags(names: list[str]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
-def _read(path: str) -> Plan:
+@contextmanager
+def own_flags() -> Iterator[None]:
+    """Spell flags in a ValueError as the command line does, not as training does."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        for training, here in _TRAINING_FLAGS:
+            message = message.replace(training, here)
+        raise ValueError(message) from error
+
+
+@contextmanager
+def naming_flag(flag: str, value: object) -> Iterator[None]:
+    """Begin a ValueError with the flag that it is about, unless it begins with one."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(message if message.startswith("--") else f"{flag} {value}: {message}") from error
+
+
+def file_plan(path: str) -> Plan:
+    """The plan of a file.
+
+    Raises
+    ------
+    ValueError
+        Naming ``--plan``, the file, what is wrong with it and what to do.
+    """
     try:
         return read_plan(path)
     except OSError as error:
@@ -201,6 +230,8 @@ def _lengths_from_json(text: str, where: str) -> list[int]:
         items = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: is not a whole JSON list: {error}") from error
+    if not items:
+        raise ValueError(f"{where}: is empty; give one integer per line, or a JSON list")
     return [_length(json.dumps(item), f"{where}, entry {position}") for position, item in enumerate(items)]
 
 

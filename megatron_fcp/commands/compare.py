@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from megatron_fcp.commands.arguments import at_least
-from megatron_fcp.commands.output import note, print_json, print_table, progress
+import numpy as np
+
+from megatron_fcp.commands.arguments import at_least, naming_flag
+from megatron_fcp.commands.output import check_output, naming, note, print_json, print_table, progress
+from megatron_fcp.commands.scenario import check_stream
+from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.compare import Cell, Sweep, draw, ratios
 from megatron_fcp.simulate.hardware import load_hardware
 from megatron_fcp.simulate.peers import SYSTEMS, check_systems
@@ -28,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Simulate every cell and print."""
     check_systems(arguments.systems)
+    check_output("--picture", arguments.picture, picture=True)
+    check_stream(max(arguments.scales), arguments.tokens_per_rank, "--scales")
+    for name in arguments.hardware:
+        for scale in arguments.scales:
+            with naming_flag("--hardware", name):
+                Case(np.zeros(0, dtype=np.int64), scale, arguments.tokens_per_rank, load_hardware(name))
     sweep = Sweep(
         arguments.systems, arguments.workloads, sorted(set(arguments.scales)),
         [load_hardware(name) for name in arguments.hardware], range(arguments.seeds), arguments.tokens_per_rank,
@@ -36,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     with progress(len(sweep), "simulating") as step:
         cells = sweep.run(step)
     if arguments.picture:
-        draw(cells, arguments.picture)
+        with naming("--picture", arguments.picture):
+            draw(cells, arguments.picture)
     if arguments.json:
         print_json([cell.as_dict() for cell in cells])
     else:

@@ -10,10 +10,9 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
-
-from megatron_fcp.commands.arguments import at_least, read_lengths
-from megatron_fcp.commands.output import duration, note, percent, print_json, print_table, progress
+from megatron_fcp.commands.arguments import at_least, naming_flag
+from megatron_fcp.commands.output import duration, long_work, note, percent, print_json, print_table, progress
+from megatron_fcp.commands.scenario import fitting_lengths, price_seconds
 from megatron_fcp.launch_config import LaunchConfig, read_launch_config
 from megatron_fcp.simulate.forecast import HEADROOM, Forecast, Split, forecast, job_case, splits_that_fit, step_flops
 from megatron_fcp.simulate.hardware import PRESETS, load_hardware
@@ -59,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif missing := _missing_packages():
         notes.append(f"{missing} is not installed here, so Megatron's own checks of the flags did not run")
     else:
+        note("asking Megatron about the flags, about 15 s; --no-megatron leaves that out")
         problems = list(dict.fromkeys([*problems, *_ask_megatron(launch, known=bool(problems))]))
     if launch.flags.get("--context-parallel-backend") != "fcp":
         notes.append("the config does not pass --context-parallel-backend fcp; the figures are those with it")
@@ -128,13 +128,17 @@ def _forecast(arguments: argparse.Namespace, job: Job) -> Forecast:
     hardware = load_hardware(arguments.hardware or job.hardware or "h100-ib")
     tokens = job.seq_length * job.micro_batch_size
     if arguments.lengths:
-        lengths = np.array(read_lengths(arguments.lengths), dtype=np.int64)
+        lengths = fitting_lengths(arguments.lengths, tokens, "--seq-length or --micro-batch-size")
     else:
         lengths = draw_lengths(arguments.workload, num_tokens=tokens, seed=arguments.seed)
-    case = job_case(job, lengths, hardware)
+    with naming_flag("--hardware", arguments.hardware or job.hardware):
+        case = job_case(job, lengths, hardware)
     if arguments.no_tune:
-        return forecast(job, case, tuned=False)
-    with progress(len(candidates(case)), "trying") as step:
+        with long_work("planning and pricing", price_seconds(case, 4), 1):
+            return forecast(job, case, tuned=False)
+    trials = len(candidates(case))
+    note(f"{trials} configurations, at most about {max(price_seconds(case, 8) * trials, 1):.0f} s on one core")
+    with progress(trials, "trying") as step:
         return forecast(job, case, step=step)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_fcp.files import write_figure
 from megatron_fcp.plan import Plan
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def placement_picture(plan: Plan, path: str | os.PathLike[str]) -> None:
         f"{table.block_size:,} on {cp_size} rank{'s' if cp_size > 1 else ''}",
         fontsize=13,
     )
-    figure.savefig(path, dpi=120)
+    write_figure(figure, path, dpi=120)
 
 
 def _rank_color(rank: int, cp_size: int, colors: Colormap) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
 
 from megatron_fcp.commands.arguments import add_kv_arguments, add_stream_arguments, plan_of
+from megatron_fcp.commands.output import check_output, long_work, naming, print_json
 from megatron_fcp.plan.bounded import DEFAULT_MULTIPLE
 from megatron_fcp.plan.planfile import write_plan
 from megatron_fcp.plan.report import PlanReport, report
@@ -24,21 +23,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, write and print."""
-    plan = plan_of(arguments)
-    figures = report(
-        plan,
-        num_kv_heads=arguments.num_kv_heads,
-        head_dim=arguments.head_dim,
-        dtype_bytes=arguments.dtype_bytes,
-    )
+    check_output("--out", arguments.out)
+    check_output("--picture", arguments.picture, picture=True)
+    ranks, tokens = arguments.cp_size or 1, arguments.tokens_per_rank or 1
+    with long_work("planning", 2 * (ranks * tokens / 2**25) ** 1.2, 1):
+        plan = plan_of(arguments)
+    with long_work("adding up the ranks", plan.cp_size * 0.015, 1):
+        figures = report(
+            plan,
+            num_kv_heads=arguments.num_kv_heads,
+            head_dim=arguments.head_dim,
+            dtype_bytes=arguments.dtype_bytes,
+        )
     if arguments.out is not None:
-        _writing("--out", arguments.out, lambda path: write_plan(plan, path))
+        with naming("--out", arguments.out):
+            write_plan(plan, arguments.out)
     if arguments.picture is not None:
         from megatron_fcp.commands.picture import placement_picture
 
-        _writing("--picture", arguments.picture, lambda path: placement_picture(plan, path))
+        with naming("--picture", arguments.picture):
+            placement_picture(plan, arguments.picture)
     if arguments.json:
-        print(json.dumps(figures.to_dict(), indent=2))
+        print_json(figures.to_dict())
     else:
         print(format_report(figures, _limit(arguments, figures)))
     return 0
@@ -84,15 +90,6 @@ def format_report(figures: PlanReport, limit: int | None = None) -> str:
         ("digest", r.digest),
     ]
     return "\n".join(f"{name:<20} {value}" for name, value in rows)
-
-
-def _writing(flag: str, path: str, write: Callable[[str], None]) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: cannot be written: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ValueError(f"{flag} {path}: {error}") from error
 
 
 def _spread(mean: float, most: int, token_bytes: int) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from megatron_fcp.commands.arguments import at_least
-from megatron_fcp.commands.output import note, print_json, progress
+from megatron_fcp.commands.arguments import at_least, check_heads
+from megatron_fcp.commands.output import check_output, naming, note, print_json, progress
 from megatron_fcp.simulate.hardware import HardwareModel
 
 SECONDS_PER_SHAPE = 0.6
@@ -26,14 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit, write."""
+    check_output("--output", arguments.output)
+    check_heads(arguments.num_heads, arguments.num_kv_heads)
     from megatron_fcp.testing.measure import KernelBench, fit_link, fit_rates, measure_links, shapes
 
     grid = shapes(arguments.longest)
-    note(
-        f"{len(grid)} kernel shapes and the link between two processes, about {len(grid) * SECONDS_PER_SHAPE + 8:.0f} s"
-    )
     bench = KernelBench(
         arguments.device, arguments.dtype, arguments.num_heads, arguments.num_kv_heads, arguments.head_dim
+    )
+    note(
+        f"{len(grid)} kernel shapes and the link between two processes, about {len(grid) * SECONDS_PER_SHAPE + 8:.0f} s"
     )
     samples = []
     with progress(len(grid), "measuring") as step:
@@ -57,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         sms=_sms(arguments.device),
         comm_sms=0,
     )
-    model.to_yaml(arguments.output)
+    with naming("--output", arguments.output):
+        model.to_yaml(arguments.output)
     if arguments.json:
         print_json({"model": vars(model), "kernels": [s._asdict() for s in samples], "links": links})
     else:

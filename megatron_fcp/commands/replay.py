@@ -11,19 +11,28 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import platform
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_fcp.commands.arguments import at_least
-from megatron_fcp.commands.output import duration, note, percent, print_json, print_table, progress
+from megatron_fcp.commands.arguments import at_least, check_heads, file_plan, naming_flag
+from megatron_fcp.commands.output import (
+    check_output,
+    duration,
+    naming,
+    note,
+    percent,
+    print_json,
+    print_table,
+    progress,
+)
 from megatron_fcp.plan.arrays import FloatArray, IntArray
+from megatron_fcp.plan.blocks import windowed_pairs
 from megatron_fcp.plan.plan import Plan
-from megatron_fcp.plan.planfile import read_plan
 from megatron_fcp.plan.work import StageWork
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.hardware import PRESETS, AttentionShape, HardwareModel, load_hardware
@@ -31,11 +40,11 @@ from megatron_fcp.simulate.kernel_fit import KernelFit, fit_kernel
 from megatron_fcp.simulate.kernels import BACKWARD_FLOPS
 from megatron_fcp.simulate.lower import plan_program
 from megatron_fcp.simulate.program import COMPUTE, Program, Timeline
+from megatron_fcp.simulate.step import HELD_STAGES
 
 if TYPE_CHECKING:
     from megatron_fcp.runtime.replay import StageSeconds
 
-HELD_STAGES = 2  # the runtime's double buffering
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -69,12 +78,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay and print."""
-    plan = read_plan(arguments.plan)
-    if arguments.peak_tflops is not None and not arguments.peak_tflops > 0:
-        raise ValueError(f"--peak-tflops must be positive, got {arguments.peak_tflops}")
+    check_output("--save-hardware", arguments.save_hardware)
+    if arguments.peak_tflops is not None and not 0 < arguments.peak_tflops < np.inf:
+        raise ValueError(f"--peak-tflops must be a positive number, got {arguments.peak_tflops}")
+    check_heads(arguments.num_heads, arguments.num_kv_heads)
+    plan = file_plan(arguments.plan)
     hardware = load_hardware(arguments.hardware)
     shape = AttentionShape(arguments.num_heads, arguments.num_kv_heads, arguments.head_dim)
-    case = Case(plan.table.document_length, plan.cp_size, plan.tokens_per_rank, hardware, shape)
+    with naming_flag("--hardware", arguments.hardware):
+        case = Case(
+            plan.table.document_length, plan.cp_size, plan.tokens_per_rank, hardware, shape, window=plan.table.window
+        )
     passes = [False] if arguments.forward_only else [False, True]
     programs = [plan_program(plan, case, backward=b, held_stages=HELD_STAGES) for b in passes]
     ranks = choose_ranks(arguments.ranks, programs[0].run().compute)
@@ -83,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     fits = [fit_pass(plan, measured, backward=b) for b in passes]
     figures = _figures(plan, arguments, ranks, how, results, fits)
     if arguments.save_hardware:
-        save_hardware(arguments.save_hardware, hardware, shape, fits, how)
+        with naming("--save-hardware", arguments.save_hardware):
+            save_hardware(arguments.save_hardware, hardware, shape, fits, how)
         note(f"measured kernel speed written to {arguments.save_hardware}")
     if arguments.json:
         print_json(figures)
@@ -123,10 +138,8 @@ def choose_ranks(text: str, compute: FloatArray) -> list[int]:
 
 def _measure(plan: Plan, ranks: Sequence[int], args: argparse.Namespace) -> tuple[list[StageSeconds], dict[str, str]]:
     """Times of the chosen ranks, and how they were taken."""
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        raise ValueError("replay runs kernels and needs torch; install megatron-fcp[megatron]") from error
+    import torch
+
     from megatron_fcp.runtime.kernels import select_kernel
     from megatron_fcp.runtime.replay import ReplayShape, replay_rank
 
@@ -146,9 +159,12 @@ def _measure(plan: Plan, ranks: Sequence[int], args: argparse.Namespace) -> tupl
     times: list[StageSeconds] = []
     with progress(len(ranks), "replay") as step:
         for rank in ranks:
+            start = time.perf_counter()
             rank_plan = plan.rank_plan(rank)
             backward = not args.forward_only
             times.append(replay_rank(rank_plan, shape, kernel, device, backward=backward, repeats=args.repeats))
+            if rank == ranks[0] and len(ranks) > 1:
+                note(f"{len(ranks)} ranks, about {(time.perf_counter() - start) * len(ranks):.0f} s")
             step(f"rank {rank}")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     how = {"device": name, "kernel": kernel.name, "dtype": args.dtype, "torch": torch.__version__}
@@ -205,20 +221,20 @@ def combine(
         done[times.rank] = True
     others = calls & ~done[program.src]
     seconds[others] *= float(np.median(ratios)) if ratios else 1.0
-    length = plan.table.document_length.astype(np.float64)
-    flops = float((length * (length + 1) / 2).sum()) * case.shape.flops_per_pair * (BACKWARD_FLOPS if backward else 1)
+    pairs = float(windowed_pairs(plan.table.document_length, plan.table.window).sum())
+    flops = pairs * case.shape.flops_per_pair * (BACKWARD_FLOPS if backward else 1)
     replayed = dataclasses.replace(program, seconds=seconds).run()
     return PassResult(replayed, predicted, np.array(ratios), flops, case.ideal(backward=backward))
 
 
 def fit_pass(plan: Plan, measured: Sequence[StageSeconds], *, backward: bool) -> KernelFit | None:
     """The cost model of the measured stages; None if they hold no work."""
-    works: list[StageWork] = []
+    works: list[tuple[StageWork, ...]] = []
     seconds: list[float] = []
     for times in measured:
-        stages = plan.rank_plan(times.rank).stages
-        for work, taken in zip(stages, times.backward if backward else times.forward):
-            if work.num_items and taken > 0:
+        for calls, taken in zip(plan.rank_plan(times.rank).calls, times.backward if backward else times.forward):
+            work = tuple(call for call in calls if call.num_items)
+            if work and taken > 0:
                 works.append(work)
                 seconds.append(float(taken))
     return fit_kernel(works, np.array(seconds)) if works else None
@@ -249,11 +265,9 @@ def save_hardware(
         q_half=forward.q_half,
         kv_half=forward.kv_half,
     )
-    model.to_yaml(path)
-    header = "".join(f"# {key}: {value}\n" for key, value in how.items())
+    header = "".join(f"{key}: {value}\n" for key, value in how.items())
     rest = "kernel_flops, backward_rate, q_half and kv_half are measured, the rest is that of " + base.name
-    file = Path(path)
-    file.write_text(f"{header}# {rest}; fit error {percent(forward.error)}\n{file.read_text('utf-8')}", "utf-8")
+    model.to_yaml(path, f"{header}{rest}; fit error {percent(forward.error)}")
 
 
 def _figures(

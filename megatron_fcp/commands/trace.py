@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_fcp.commands.output import print_json
+from megatron_fcp.commands.output import check_output, long_work, naming, print_json
 from megatron_fcp.commands.scenario import add_model_arguments, add_scale_arguments, scenario_from
 from megatron_fcp.simulate.lower import plan_program
 from megatron_fcp.simulate.step import HELD_STAGES
@@ -22,15 +22,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate forward, then backward, and write both."""
+    check_output("--output", arguments.output)
     scenario = scenario_from(arguments)
-    plan, case = scenario.plan_with(), scenario.case
-    events, shift = [], 0.0
-    for backward in (False, True):
-        timeline = plan_program(plan, case, backward=backward, held_stages=HELD_STAGES).run()
-        events += trace_events(timeline, shift_s=shift, name="backward" if backward else "forward")
-        shift += timeline.makespan
-    measured = measured_events(read_recording(arguments.recording, plan.digest)) if arguments.recording else []
-    write_trace(arguments.output, events + measured, plan.cp_size)
+    case = scenario.case
+    events, measured, shift = [], [], 0.0
+    with long_work("planning and simulating", scenario.seconds(4), 3) as step:
+        plan = scenario.plan_with()
+        if arguments.recording:
+            measured = measured_events(read_recording(arguments.recording, plan.digest))
+        step("planned")
+        for backward in (False, True):
+            timeline = plan_program(plan, case, backward=backward, held_stages=HELD_STAGES).run()
+            name = "backward" if backward else "forward"
+            events += trace_events(timeline, shift_s=shift, name=name)
+            shift += timeline.makespan
+            step(name)
+    with naming("--output", arguments.output):
+        write_trace(arguments.output, events + measured, plan.cp_size)
     figures = {
         "file": arguments.output, "ranks": plan.cp_size, "planned_events": len(events),
         "measured_events": len(measured), "planned_s": shift,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from megatron_fcp.commands.output import print_json
+from megatron_fcp.commands.output import check_output, long_work, print_json, write_output
 from megatron_fcp.commands.scenario import add_model_arguments, add_scale_arguments, scenario_from
 from megatron_fcp.simulate.view import page
 
@@ -20,10 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate and write the page."""
+    check_output("--output", arguments.output)
     scenario = scenario_from(arguments)
-    plan = scenario.plan_with()
-    html = page(plan, scenario.case)
-    Path(arguments.output).write_text(html, encoding="utf-8")
+    with long_work("planning and simulating", scenario.seconds(), 3) as step:
+        plan = scenario.plan_with()
+        step("planned")
+        html = page(plan, scenario.case, step)
+    write_output("--output", arguments.output, html)
     if arguments.json:
         print_json({"file": arguments.output, "bytes": len(html.encode()), "ranks": plan.cp_size})
     else:

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_fcp.config import check_at_least
 from megatron_fcp.plan.arrays import FloatArray, IntArray
-from megatron_fcp.plan.blocks import check_lengths
+from megatron_fcp.plan.blocks import check_lengths, check_window
 from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.simulate.hardware import AttentionShape, HardwareModel
 from megatron_fcp.simulate.kernels import backward_cost, ideal_s
@@ -30,11 +30,13 @@ class Case:
         Heads of one rank.
     speed : FloatArray or None, shape [cp_size]
         Compute speed of each rank relative to the hardware's; None: the hardware file's, or all 1.
+    window : int or None
+        Tokens before a query that it attends to at most; None: all of its document.
 
     Raises
     ------
     ValueError
-        If the lengths are bad or too long for the ranks, or a speed is not positive.
+        If the lengths are bad or too long for the ranks, a speed is not positive or a window negative.
     """
 
     lengths: IntArray
@@ -43,10 +45,12 @@ class Case:
     hardware: HardwareModel
     shape: AttentionShape = field(default_factory=AttentionShape)
     speed: FloatArray | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         check_at_least("--cp-size", self.cp_size, 1)
         check_at_least("--tokens-per-rank", self.tokens_per_rank, 1)
+        check_window(self.window)
         length = check_lengths(self.lengths)
         object.__setattr__(self, "lengths", length[length > 0])
         room = self.cp_size * self.tokens_per_rank
@@ -59,7 +63,9 @@ class Case:
         if given is not None:
             speed = np.asarray(given, dtype=np.float64)
             if speed.shape != (self.cp_size,):
-                raise ValueError(f"{speed.size} rank speeds were given for {self.cp_size} ranks")
+                raise ValueError(
+                    f"{speed.size} rank speeds were given for {self.cp_size} ranks; give one per rank, or none"
+                )
             if not (np.isfinite(speed).all() and (speed > 0).all()):
                 rank = int(np.flatnonzero(~(np.isfinite(speed) & (speed > 0)))[0])
                 raise ValueError(f"the speed of rank {rank} must be positive, got {speed[rank]}")
@@ -83,7 +89,7 @@ class Case:
     def ideal(self, *, backward: bool = False) -> float:
         """Seconds that a perfect cluster takes, every document one kernel call."""
         mean = 1.0 if self.speed is None else float(self.speed.mean())
-        return ideal_s(self.lengths, self.cp_size, self.cost(backward=backward)) / mean
+        return ideal_s(self.lengths, self.cp_size, self.cost(backward=backward), self.window) / mean
 
     def slowdown(self) -> FloatArray:
         """Factor on kernel seconds by rank, shape [cp_size]."""

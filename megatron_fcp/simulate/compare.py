@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fcp.files import write_figure
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.hardware import AttentionShape, HardwareModel
 from megatron_fcp.simulate.peers import run_system
@@ -125,7 +126,7 @@ def draw(cells: Sequence[Cell], path: str) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="center right", fontsize=9, frameon=False)
     figure.tight_layout(rect=(0, 0, 1 - 1.5 / figure.get_figwidth(), 1))
-    figure.savefig(path, dpi=110)
+    write_figure(figure, path)
     plt.close(figure)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_fcp.plan.arrays import IntArray
+from megatron_fcp.plan.blocks import windowed_pairs
 from megatron_fcp.plan.plan import Plan, make_plan
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.hardware import HardwareModel
@@ -53,7 +54,8 @@ def job_case(job: Job, lengths: IntArray, hardware: HardwareModel) -> Case:
     """One micro-batch of a job; context-parallel ranks share nodes with tensor-parallel ones."""
     nodes = max(hardware.ranks_per_node // job.parallel.tensor, 1)
     hardware = replace(hardware, ranks_per_node=nodes)
-    return Case(lengths, job.cp_size, job.tokens_per_rank, hardware, job.parallel.attention(job.model))
+    window = next(iter(job.model.layers_by_window))  # of the layers that tokens are placed for
+    return Case(lengths, job.cp_size, job.tokens_per_rank, hardware, job.parallel.attention(job.model), window=window)
 
 
 def forecast(job: Job, case: Case, *, tuned: bool = True, step: Callable[[str], None] = lambda _: None) -> Forecast:
@@ -70,9 +72,10 @@ def forecast(job: Job, case: Case, *, tuned: bool = True, step: Callable[[str], 
     """
     cost = case.forward if job.hardware else job.cost
     plan = make_plan(
-        case.lengths, cp_size=case.cp_size, tokens_per_rank=case.tokens_per_rank, config=job.config, hardware=cost
-    )
-    price = price_step(plan, case, job.model, job.parallel, layout=job.config.layout)
+        case.lengths, cp_size=case.cp_size, tokens_per_rank=case.tokens_per_rank, config=job.config, hardware=cost,
+        window=case.window,
+    )  # fmt: skip
+    price = price_step(plan, case, job.model, job.parallel, config=job.config)
     trials = []
     if tuned:
         trials = tune([case], candidates(case), model=job.model, parallel=job.parallel, step=step)
@@ -84,8 +87,9 @@ def step_flops(job: Job, case: Case) -> float:
     model, shape = job.model, case.shape
     tokens = float(case.lengths.sum())
     linear = (model.num_layers * model.linear_flops() + 2 * model.hidden * model.vocab) * tokens
-    pairs = float((case.lengths * (case.lengths + 1) // 2).sum())
-    attention = model.num_layers * shape.flops_per_pair * job.parallel.tensor * pairs
+    kinds = model.layers_by_window.items()
+    pairs = sum(layers * float(windowed_pairs(case.lengths, window).sum()) for window, layers in kinds)
+    attention = shape.flops_per_pair * job.parallel.tensor * pairs
     return 3 * (linear + attention) * job.parallel.micro_batches * job.parallel.data
 
 

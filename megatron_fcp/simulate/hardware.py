@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fcp.files import write_whole
 from megatron_fcp.plan.cost import CostModel
 
 
@@ -57,6 +58,9 @@ class HardwareModel:
     speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        name: object = self.name
+        if not isinstance(name, str):
+            raise ValueError(f"hardware {name!r}: the name must be text")
         for field in dataclasses.fields(self):
             if field.name in ("name", "speeds"):
                 continue
@@ -64,8 +68,9 @@ class HardwareModel:
             whole = field.type == "int"
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 raise ValueError(f"hardware {self.name!r}: {field.name} must be a number, got {value!r}")
-            if not math.isfinite(value) or value < 0 or (value == 0 and field.name != "comm_sms"):
-                raise ValueError(f"hardware {self.name!r}: {field.name} must be positive, got {value!r}")
+            lowest = 0 if field.name == "comm_sms" else 1e-300
+            if not lowest <= value <= 1e300:  # NaN is not, either
+                raise ValueError(f"hardware {self.name!r}: {field.name} must be positive, got {value!r:.40}")
         object.__setattr__(self, "speeds", tuple(self._checked_speeds()))
         if self.comm_sms >= self.sms:
             raise ValueError(
@@ -98,12 +103,13 @@ class HardwareModel:
             speeds=self.speeds,
         )
 
-    def to_yaml(self, path: str | Path) -> None:
-        """Write the model as YAML."""
+    def to_yaml(self, path: str | Path, comment: str = "") -> None:
+        """Write the model as YAML, below ``comment`` line by line."""
         import yaml
 
         values = {**dataclasses.asdict(self), "speeds": list(self.speeds)}
-        Path(path).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        head = "".join(f"# {line}\n" for line in comment.splitlines())
+        write_whole(path, head + yaml.safe_dump(values, sort_keys=False))
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,9 @@ PRESETS: dict[str, HardwareModel] = {
 }
 
 
+_REMEDY = "`megatron-fcp profile` writes such a file"
+
+
 def load_hardware(name_or_path: str) -> HardwareModel:
     """A preset by name, or a model from a YAML file.
 
@@ -163,22 +172,25 @@ def load_hardware(name_or_path: str) -> HardwareModel:
 
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"hardware file {path}: not YAML ({error})") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"--hardware {path}: not YAML ({error}); {_REMEDY}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"hardware file {path}: expected a mapping of names to numbers")
+        raise ValueError(f"--hardware {path}: expected a mapping of names to numbers; {_REMEDY}")
     known = {field.name for field in dataclasses.fields(HardwareModel)}
     for what, names in (
         ("lacks", known - values.keys() - {"speeds"}),
         ("has the unknown entry", values.keys() - known),
     ):
         if names:
-            raise ValueError(f"hardware file {path} {what} {', '.join(sorted(map(str, names)))}")
+            raise ValueError(f"--hardware {path} {what} {', '.join(sorted(map(str, names)))}; {_REMEDY}")
     floats = {f.name for f in dataclasses.fields(HardwareModel) if f.type == "float"}
     for name in floats & values.keys():  # YAML 1.1 reads 1e12 as text
         if isinstance(values[name], str):
             try:
                 values[name] = float(values[name])
             except ValueError:
-                raise ValueError(f"hardware file {path}: {name} must be a number, got {values[name]!r}") from None
-    return HardwareModel(**values)
+                raise ValueError(f"--hardware {path}: {name} must be a number, got {values[name]!r}") from None
+    try:
+        return HardwareModel(**values)
+    except ValueError as error:
+        raise ValueError(f"--hardware {path}: {error}") from error

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron_fcp.config import FcpConfig, check_choice
+from megatron_fcp.config import MAX_STREAM, FcpConfig, check_choice
 from megatron_fcp.config_file import read_config
 from megatron_fcp.launch_config import LaunchConfig, Value
 from megatron_fcp.plan.cost import CostModel
-from megatron_fcp.simulate.models import ModelShape, Parallel
+from megatron_fcp.simulate.models import ModelShape, Parallel, parse_skip_freq
 
 # Models that the estimates do not know, by the flag that asks for them.
 _NOT_ESTIMATED = (
@@ -17,6 +19,9 @@ _NOT_ESTIMATED = (
     "--moe-shared-expert-intermediate-size", "--moe-latent-size", "--heterogeneous-layers-config-path",
     "--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
     "--tensor-parallel-num-weight-shards", "--use-megatron-fsdp", "--use-torch-fsdp2", "--fp8-format",
+)  # fmt: skip
+_FCP_NUMBERS = (
+    "block_size", "ranks_per_node", "rounds_per_stage", "blocks_per_message", "kv_buffer_tokens", "head_groups",
 )  # fmt: skip
 _TP, _PP, _CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 _EP, _ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
@@ -117,6 +122,11 @@ def read_job(launch: LaunchConfig) -> tuple[Job | None, list[str]]:
     except ValueError as error:
         read.problems.append(str(error))
     hardware = launch.flags.get("--fcp-hardware")
+    read.need(
+        seq_length * micro <= MAX_STREAM,
+        f"--seq-length {seq_length} times --micro-batch-size {micro} is more than the {MAX_STREAM} tokens that can be "
+        "planned; lower one of the two",
+    )
     if read.problems:
         return None, read.problems
     name = None if hardware is None else str(hardware)
@@ -145,7 +155,35 @@ def _model(read: _Reader) -> ModelShape:
         experts=experts,
         top_k=read.whole("--moe-router-topk", 2) if "--num-experts" in flags else 1,
         tied="--untie-embeddings-and-output-weights" not in flags,
+        **_windows(read),
     )
+
+
+def _windows(read: _Reader) -> dict[str, Any]:
+    """Which layers see whole documents and which a window."""
+    given, pattern = read.flags.get("--window-size"), read.flags.get("--window-attn-skip-freq")
+    if given is None:
+        return {}  # Megatron ignores a pattern without a window, too
+    match = re.fullmatch(r"\(?\s*(-?[0-9]{1,10})\s*,\s*(-?[0-9]{1,10})\s*\)?", str(given))
+    before, after = (int(size) for size in match.groups()) if match else (0, 1)
+    if (before, after) == (-1, -1):
+        return {}
+    if after != 0 or before < -1:
+        read.problems.append(
+            f"--window-size {given} is not W,0: tokens before a query, and none after it, for causal attention"
+        )
+        return {}
+    if before == -1:
+        return {}
+    try:
+        skip = None if pattern is None else parse_skip_freq(str(pattern))
+        layers = read.whole("--num-layers")
+        ModelShape("", layers, 1, 1, 1, 1, 1, 1, window=before, window_skip_freq=skip)
+    except ValueError as error:
+        text = str(error)
+        read.problems.append(text if text.startswith("--") else f"--window-attn-skip-freq {text}")
+        return {}
+    return {"window": before, "window_skip_freq": skip}
 
 
 def _parallel(read: _Reader, gpus: int, model: ModelShape) -> Parallel:
@@ -185,16 +223,16 @@ def _parallel(read: _Reader, gpus: int, model: ModelShape) -> Parallel:
         f"use {max(batch // per_turn, 1) * per_turn}",
     )
     return Parallel(
-        tp, pp, ep, data, max(batch // per_turn, 1), _recomputes(flags, stage), max(stage // chunk, 1), etp, *ends
+        tp, pp, ep, data, max(batch // per_turn, 1), _recomputes(read, stage), max(stage // chunk, 1), etp, *ends
     )
 
 
-def _recomputes(flags: Mapping[str, Value], stage: int) -> bool:
+def _recomputes(read: _Reader, stage: int) -> bool:
     """Whether whole layers are recomputed, all of them; what is recomputed in part counts as kept."""
-    if flags.get("--recompute-granularity") != "full":
+    if read.flags.get("--recompute-granularity") != "full":
         return False
-    layers = int(str(flags.get("--recompute-num-layers", 1)))
-    return flags.get("--recompute-method") == "uniform" or layers >= stage
+    layers = read.whole("--recompute-num-layers", 1)
+    return read.flags.get("--recompute-method") == "uniform" or layers >= stage
 
 
 def _fcp(flags: Mapping[str, Value]) -> tuple[FcpConfig, CostModel | None]:
@@ -203,10 +241,13 @@ def _fcp(flags: Mapping[str, Value]) -> tuple[FcpConfig, CostModel | None]:
     if path := flags.get("--fcp-config"):
         config, cost = read_config(str(path))
     given = {}
-    for name in ("block_size", "ranks_per_node", "rounds_per_stage", "blocks_per_message"):
+    read = _Reader(flags)
+    for name in _FCP_NUMBERS:
         flag = "--fcp-" + name.replace("_", "-")
         if flag in flags:
-            given[name] = _Reader(flags).whole(flag)
+            given[name] = read.whole(flag)
+    if read.problems:
+        raise ValueError("; ".join(read.problems))
     if layout := flags.get("--fcp-layout"):
         check_choice("--fcp-layout", layout, ("reshuffle", "resident"))
         given["layout"] = layout

@@ -9,13 +9,14 @@ import numpy as np
 
 from megatron_fcp.plan.arrays import FloatArray
 from megatron_fcp.plan.work import StageWork
+from megatron_fcp.simulate.kernels import work_shapes
 
 HALF_LENGTHS = np.geomspace(1.0, 2048.0, 67)  # six per octave
 
 
 @dataclass(frozen=True)
 class KernelFit:
-    """``seconds = call_s + pair_s * sum over items of pairs * (1 + q_half / q) * (1 + kv_half / kv)``.
+    """``seconds = calls * call_s + pair_s * sum over items of pairs * (1 + q_half / q) * (1 + kv_half / kv)``.
 
     All but the fixed time of a call is what :mod:`megatron_fcp.plan.cost` knows.
 
@@ -34,13 +35,13 @@ class KernelFit:
     error: float
 
 
-def fit_kernel(works: Sequence[StageWork], seconds: FloatArray, *, per_call: bool = True) -> KernelFit:
+def fit_kernel(works: Sequence[Sequence[StageWork]], seconds: FloatArray, *, per_call: bool = True) -> KernelFit:
     """Least squares on relative errors: the two rates in closed form, the half lengths on a grid.
 
     Parameters
     ----------
-    works : sequence of StageWork
-        None is empty.
+    works : sequence of sequences of StageWork
+        What was timed together: one kernel call, with a window up to three. None is empty.
     seconds : FloatArray, shape [len(works)]
         What each took; positive.
     per_call : bool
@@ -48,8 +49,8 @@ def fit_kernel(works: Sequence[StageWork], seconds: FloatArray, *, per_call: boo
     """
     assert len(works) == seconds.size
     assert (seconds > 0).all()
-    features = np.array([_features(work) for work in works]) / seconds[:, None]
-    fixed = 1 / seconds
+    features = np.array([np.sum([_features(call) for call in calls], axis=0) for calls in works]) / seconds[:, None]
+    fixed = np.array([len(calls) for calls in works]) / seconds
     best: KernelFit | None = None
     for q_half in HALF_LENGTHS:
         for kv_half in HALF_LENGTHS:
@@ -80,6 +81,5 @@ def _one_rate(a: FloatArray) -> float:
 
 def _features(work: StageWork) -> tuple[float, float, float, float]:
     """Sums over items of pairs, pairs / q, pairs / kv and pairs / (q * kv)."""
-    q, kv = (work.q_stop - work.q_start).astype(np.float64), (work.kv_stop - work.kv_start).astype(np.float64)
-    pairs = (q * q + q) / 2 if work.causal else q * kv
+    pairs, q, kv = work_shapes(work)
     return float(pairs.sum()), float((pairs / q).sum()), float((pairs / kv).sum()), float((pairs / (q * kv)).sum())

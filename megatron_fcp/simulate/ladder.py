@@ -16,6 +16,7 @@ import itertools
 
 import numpy as np
 
+from megatron_fcp.config import HEAD_GROUPS
 from megatron_fcp.plan.arrays import IntArray
 from megatron_fcp.plan.coloring import color_edges
 from megatron_fcp.plan.plan import Plan
@@ -43,7 +44,8 @@ def ladder(plan: Plan, case: Case, *, backward: bool = False) -> dict[str, float
     ]
     return {
         rung: case.efficiency(
-            with_reshuffle(program, plan, case, overlap=rung == RUNGS[-1], backward=backward), backward=backward
+            with_reshuffle(program, plan, case, groups=HEAD_GROUPS if rung == RUNGS[-1] else 1, backward=backward),
+            backward=backward,
         )
         for rung, program in zip(RUNGS, programs)
     }

@@ -15,10 +15,12 @@ import numpy as np
 
 from megatron_fcp.plan.arrays import FloatArray, IntArray, offsets, ranges
 from megatron_fcp.plan.calls import message_stages
+from megatron_fcp.plan.held import attended_when_posted
 from megatron_fcp.plan.plan import Plan
 from megatron_fcp.plan.schedule import tier_of
+from megatron_fcp.plan.transfers import Messages, message_tokens
 from megatron_fcp.simulate.case import Case
-from megatron_fcp.simulate.kernels import local_s, pieces_s, remote_s
+from megatron_fcp.simulate.kernels import local_s, pieces_s, remote_s, windowed_s
 from megatron_fcp.simulate.program import COMPUTE, MESSAGE, Builder, Program
 
 PUSH_FACTOR = 2  # partial dKV travels in fp32, KV in bf16
@@ -32,27 +34,34 @@ def plan_program(plan: Plan, case: Case, *, backward: bool = False, held_stages:
     plan : Plan
         Causal.
     case : Case
-        Its hardware, heads and speeds; the plan's own lengths count.
+        Its hardware, heads, speeds and window; the plan's own lengths count.
     backward : bool
     held_stages : int, optional
         Stages of KV that a rank may hold: it pulls stage ``s`` only once it has attended to stage ``s - held_stages``,
-        as the runtime does with 2. None: no limit.
+        as the runtime does with 2. None: no limit. A plan in waves says itself what a rank may hold; any number means
+        that.
 
     Raises
     ------
     ValueError
-        If the mask is not causal or has a window, or the plan is for other ranks than the case.
+        If the mask is not causal, or the plan is for another window or other ranks than the case.
     """
     if plan.table.mask != "causal":
         raise ValueError(f"only causal plans can be simulated, this one's mask is {plan.table.mask!r}")
-    if plan.table.window is not None:
-        raise ValueError(
-            f"plans for a window cannot be simulated yet, this one's is {plan.table.window}; "
-            "`megatron-fcp plan` prints its balance and traffic"
-        )
+    if plan.table.window != case.window:
+        both = plan.table.window, case.window
+        plans, cases = ("whole documents" if w is None else f"a window of {w}" for w in both)
+        raise ValueError(f"the plan is for {plans}, the case for {cases}")
     if plan.cp_size != case.cp_size:
         raise ValueError(f"the plan is for {plan.cp_size} ranks, the cluster has {case.cp_size}")
     return _Lowering(plan, case, backward).program(held_stages)
+
+
+def priced_tokens(plan: Plan, messages: Messages) -> IntArray:
+    """Tokens that each message is priced at, shape [num_messages]: whole blocks; what a window reaches of them."""
+    if plan.table.window is None:
+        return np.diff(messages.ptr) * plan.table.block_size
+    return message_tokens(plan.table, messages)
 
 
 class _Lowering:
@@ -93,13 +102,22 @@ class _Lowering:
         out.depend(call_op[ranges(begins, parts)], np.repeat(pull_op, parts))  # a part waits for its whole stage
         parent = self._parents(m.src[self.message], m.block)
         out.depend(pull_op[self.message], np.where(parent >= 0, pull_op[self.message[parent]], -1))
-        if held_stages is not None:
+        if held_stages is not None and plan.schedule.waves is not None:
+            self._link_room(out, pull_op, call_op, first)
+        elif held_stages is not None:
             before = self.stage - held_stages
-            last = np.where(before > 0, first[m.dst, np.maximum(before, 0) + 1] - 1, self.call_ptr[m.dst])
-            out.depend(pull_op, np.where(before >= 0, call_op[last], -1))
+            last = first[m.dst, np.maximum(before, 0) + 1] - 1
+            out.depend(pull_op, np.where(before > 0, call_op[last], -1))  # nothing waits for the local stage
         if push and num_push:
             self._link_pushes(out, call_op, push_op)
         return out.build()
+
+    def _link_room(self, out: Builder, pull_op: IntArray, call_op: IntArray, first: IntArray) -> None:
+        """A rank posts nothing more until it has attended to what must make room for the stage that it pulls next."""
+        m = self.plan.schedule.messages
+        for ranks, before in zip((m.src, m.dst), attended_when_posted(self.plan.schedule, self.plan.attended)):
+            last = first[ranks, before + 1] - 1
+            out.depend(pull_op, np.where(before > 0, call_op[last], -1))
 
     def _first_calls(self) -> IntArray:
         """First call of each rank's stages, shape [cp_size, most stages + 2]; behind a rank's last stage its end."""
@@ -122,17 +140,17 @@ class _Lowering:
 
     def _columns(self, order: IntArray, num_push: int) -> Builder:
         """All operations with their prices, in ``order``, nothing linked yet."""
-        plan, m, block = self.plan, self.plan.schedule.messages, self.plan.table.block_size
+        plan, m = self.plan, self.plan.schedule.messages
         rank, stage = self.call_rank, self.call_stage
         calls = self._call_seconds()
         kind = [np.full(len(m), MESSAGE), np.full(rank.size, COMPUTE)]
         src, dst, stages = [m.src, rank], [m.dst, rank], [self.stage, stage]
         rounds = [plan.schedule.message_round, np.full(rank.size, -1)]
-        size = [self.counts * block * self.cost.kv_bytes, np.zeros(rank.size, np.int64)]
+        size = [priced_tokens(plan, m) * self.cost.kv_bytes, np.zeros(rank.size, np.int64)]
         seconds = [self._message_seconds(m.src, m.dst, size[0]), calls]
         if num_push:
             p = plan.push.messages
-            pushed = np.diff(p.ptr) * block * self.cost.kv_bytes * PUSH_FACTOR
+            pushed = priced_tokens(plan, p) * self.cost.kv_bytes * PUSH_FACTOR
             kind.append(np.full(num_push, MESSAGE))
             src.append(p.src)
             dst.append(p.dst)
@@ -151,6 +169,9 @@ class _Lowering:
 
     def _call_seconds(self) -> FloatArray:
         plan, m = self.plan, self.plan.schedule.messages
+        slowdown = self.case.slowdown()[self.call_rank]
+        if plan.table.window is not None:
+            return windowed_s(plan, self.cost, backward=self.backward) * slowdown
         owner = plan.placement.block_rank
         seconds = remote_s(plan.table, owner, m.dst[self.message], self.call, m.block, self.call_rank.size, self.cost)
         if self.backward:
@@ -158,7 +179,7 @@ class _Lowering:
             np.add.at(seconds, self._local_calls(), pieces_s(local.start, local.stop, self.cost))
         else:
             seconds[self.call_ptr[:-1]] += local_s(plan.table, owner, plan.cp_size, self.cost)
-        return seconds * self.case.slowdown()[self.call_rank]
+        return seconds * slowdown
 
     def _local_calls(self) -> IntArray:
         """Call of each piece of the local stages: part 0 is a rank's first call, the others are its last."""

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fcp.plan.arrays import IntArray
+from megatron_fcp.plan.bounded import received_tokens
 from megatron_fcp.plan.plan import Plan
+from megatron_fcp.plan.transfers import message_tokens
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.lower import PUSH_FACTOR
 from megatron_fcp.simulate.models import ModelShape, Parallel
@@ -144,11 +146,10 @@ def held_tokens(plan: Plan, rank: int) -> int:
 
 
 def held_bound(plan: Plan) -> IntArray:
-    """What no rank's :func:`held_tokens` exceeds, shape [cp_size]: all that it receives, and two arriving pushes."""
-    tokens = plan.table.shared_stop - plan.table.shared_start
-    received, staged = np.zeros((2, plan.cp_size), dtype=np.int64)
-    pulls, pushes = plan.schedule.messages, plan.push.messages
-    np.add.at(received, np.repeat(pulls.dst, np.diff(pulls.ptr)), tokens[pulls.block])
-    if len(pushes):
-        np.maximum.at(staged, pushes.dst, np.add.reduceat(tokens[pushes.block], pushes.ptr[:-1]))
+    """What no rank's :func:`held_tokens` exceeds, shape [cp_size]: all that it receives, and four new messages."""
+    received, pushes = received_tokens(plan.table, plan.schedule, plan.cp_size), plan.push.messages
+    staged = np.zeros(plan.cp_size, dtype=np.int64)
+    np.maximum.at(staged, pushes.dst, message_tokens(plan.table, pushes))
+    if plan.schedule.waves is not None:
+        received = np.minimum(received, plan.schedule.waves.held_tokens)
     return received * (1 + PUSH_FACTOR) + 4 * staged * PUSH_FACTOR

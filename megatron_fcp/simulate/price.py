@@ -17,6 +17,7 @@ from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.plan import Plan
 from megatron_fcp.plan.schedule import tier_of
+from megatron_fcp.simulate.kernels import windowed_s
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Price:
         Stage 0 is local.
     message_start, message_end : FloatArray, shape [num_messages]
     bytes_received, bytes_sent : IntArray, shape [2, cp_size]
-        By tier (0 inside a node); whole blocks.
+        By tier (0 inside a node); whole blocks, or what a window reaches of them.
     """
 
     makespan: float
@@ -70,11 +71,9 @@ class Price:
 def ideal_time(table: BlockTable, cost: CostModel) -> float:
     """Seconds that all documents take as one causal kernel each, on one rank."""
     length = table.document_length.astype(np.float64)
-    return float(((length * length + length) / 2 * _rim(length, cost)).sum()) * cost.pair_s
-
-
-def _rim(length: FloatArray, cost: CostModel) -> FloatArray:
-    return (length + cost.q_half) * (length + cost.kv_half) / (length * length)
+    seen = length if table.window is None else np.minimum(length, table.window + 1)  # keys of a query, at most
+    pairs = length * seen - seen * (seen - 1) / 2
+    return float((pairs * (length + cost.q_half) / length * (seen + cost.kv_half) / seen).sum()) * cost.pair_s
 
 
 def price_plan(plan: Plan, cost: CostModel, *, round_barriers: bool = False) -> Price:
@@ -91,20 +90,19 @@ def price_plan(plan: Plan, cost: CostModel, *, round_barriers: bool = False) -> 
     Raises
     ------
     ValueError
-        If the plan's mask is not causal or has a window.
+        If the plan's mask is not causal.
     """
     if plan.table.mask != "causal":
         raise ValueError(f"only causal plans can be priced, this one's mask is {plan.table.mask!r}")
-    if plan.table.window is not None:
-        raise ValueError(
-            f"plans for a window cannot be priced yet, this one's is {plan.table.window}; "
-            "`megatron-fcp plan` prints its balance and traffic"
-        )
     m, n = plan.schedule.messages, plan.cp_size
     tier = tier_of(m.src, m.dst, plan.ranks_per_node)
     counts = np.diff(m.ptr)
     size = counts * plan.table.block_size
-    duration = cost.latency_s + size * np.where(tier == 1, cost.token_s(1), cost.token_s(0))
+    if plan.table.window is not None:  # only what the window reaches of a block travels
+        shared = offsets((plan.table.shared_stop - plan.table.shared_start)[m.block])
+        size = shared[m.ptr[1:]] - shared[m.ptr[:-1]]
+    token_s = np.where(tier == 1, cost.token_s(1), cost.token_s(0))
+    duration = (cost.latency_s + size * token_s).astype(np.float64)
     parent = _parents(plan)
     start, end = _transfer_times(
         m.src, m.dst, tier, m.ptr, parent, plan.schedule.message_round, duration, n, round_barriers
@@ -212,6 +210,8 @@ def _run_stages(stage_ptr: IntArray, ready: FloatArray, busy: FloatArray) -> tup
 
 def stage_times(plan: Plan, message_stage: IntArray, stage_ptr: IntArray, cost: CostModel) -> FloatArray:
     """Kernel seconds of every stage of every rank, flat by ``stage_ptr``."""
+    if plan.table.window is not None:
+        return windowed_s(plan, cost, backward=False)
     table, m = plan.table, plan.schedule.messages
     documents = max(table.document_length.size, 1)
     key = plan.placement.block_rank[table.fragment_block] * documents + table.fragment_document

@@ -23,15 +23,15 @@ from megatron_fcp.simulate.program import COMPUTE, MESSAGE, Builder, Program
 
 
 def with_reshuffle(
-    program: Program, plan: Plan, case: Case, *, overlap: bool = True, backward: bool = False
+    program: Program, plan: Plan, case: Case, *, groups: int = HEAD_GROUPS, backward: bool = False
 ) -> Program:
     """``program``, which is ``plan`` lowered, with the way in and the way home around it.
 
-    ``overlap`` sends heads through in up to :data:`megatron_fcp.config.HEAD_GROUPS` groups, where there are as many KV
-    heads: the runtime's default.
+    ``groups`` of heads go through one after the other, where there are as many KV heads (``--fcp-head-groups``); 1: no
+    overlap.
     """
-    groups = head_groups(case.shape.num_heads, case.shape.num_kv_heads, HEAD_GROUPS if overlap else 1)
-    return _Wrapped(program, plan, case, len(groups), backward).build()
+    cut = head_groups(case.shape.num_heads, case.shape.num_kv_heads, groups)
+    return _Wrapped(program, plan, case, len(cut), backward).build()
 
 
 def home_ranks(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:

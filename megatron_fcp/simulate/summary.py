@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_fcp.config import Layout
-from megatron_fcp.plan.plan import Plan
+from megatron_fcp.config import FcpConfig
+from megatron_fcp.plan.plan import Plan, with_window
 from megatron_fcp.plan.schedule import rounds_lower_bound
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.lower import plan_program
@@ -18,11 +18,14 @@ TIERS = ("inside nodes", "between nodes")
 
 
 def summarise(
-    plan: Plan, case: Case, *, layout: Layout = "resident", model: ModelShape | None = None,
+    plan: Plan, case: Case, *, config: FcpConfig | None = None, model: ModelShape | None = None,
     parallel: Parallel | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Figures of both passes, and of the whole step where a model is given."""
-    messages = plan.schedule.messages
+    """Figures of both passes, and of the whole step where a model is given.
+
+    Where the model mixes layers with a window and layers without, those of the former are under ``windowed``.
+    """
+    config = config or FcpConfig(layout="resident")
     out: dict[str, Any] = {
         "hardware": case.hardware.name,
         "cp_size": case.cp_size,
@@ -30,16 +33,15 @@ def summarise(
         "documents": int(case.lengths.size),
         "longest_document": int(case.lengths.max(initial=0)),
         "block_size": plan.table.block_size,
-        "stages": max(ends.size for ends in plan.schedule.stage_ends),
-        "rounds": plan.schedule.num_rounds,
-        "rounds_lower_bound": rounds_lower_bound(messages, plan.ranks_per_node) if len(messages) else 0,
-        "messages": len(messages),
-        "layout": layout,
-        "forward": _pass(plan, case, layout, backward=False),
-        "backward": _pass(plan, case, layout, backward=True),
+        "layout": config.layout,
+        **_attention(plan, case, config),
     }
+    for window, layers in model.layers_by_window.items() if model else ():
+        if window != case.window:
+            other = _attention(with_window(plan, window, config), case.replace(window=window), config)
+            out["windowed"] = {"layers": layers, **other}
     if model is not None:
-        step = price_step(plan, case, model, parallel or Parallel(), layout=layout)
+        step = price_step(plan, case, model, parallel or Parallel(), config=config)
         out["step"] = {
             "model": model.name,
             "seconds": step.step,
@@ -57,11 +59,26 @@ def summarise(
     return out
 
 
-def _pass(plan: Plan, case: Case, layout: Layout, *, backward: bool) -> dict[str, Any]:
+def _attention(plan: Plan, case: Case, config: FcpConfig) -> dict[str, Any]:
+    """Rounds and both passes of one layer."""
+    messages = plan.schedule.messages
+    return {
+        "window": plan.table.window,
+        "stages": max(ends.size for ends in plan.schedule.stage_ends),
+        "rounds": plan.schedule.num_rounds,
+        "rounds_lower_bound": rounds_lower_bound(messages, plan.ranks_per_node) if len(messages) else 0,
+        "messages": len(messages),
+        "forward": _pass(plan, case, config, backward=False),
+        "backward": _pass(plan, case, config, backward=True),
+    }
+
+
+def _pass(plan: Plan, case: Case, config: FcpConfig, *, backward: bool) -> dict[str, Any]:
     program = plan_program(plan, case, backward=backward)
     held = plan_program(plan, case, backward=backward, held_stages=HELD_STAGES)
-    if layout == "reshuffle":
-        program, held = (with_reshuffle(p, plan, case, backward=backward) for p in (program, held))
+    if config.layout == "reshuffle":
+        groups = config.head_groups
+        program, held = (with_reshuffle(p, plan, case, groups=groups, backward=backward) for p in (program, held))
     timeline = program.run()
     ideal = case.ideal(backward=backward)
     heaviest = float(timeline.compute.max())

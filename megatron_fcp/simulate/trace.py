@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fcp.files import write_whole
 from megatron_fcp.simulate.program import COLLECTIVE, COMPUTE, MESSAGE, Timeline
 
 RECORDING_FORMAT = "fcp-recording/1"
@@ -71,8 +72,8 @@ def read_recording(path: str | Path, digest: str) -> dict[str, Any]:
         raise ValueError(f"--recording {path}: no such file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--recording {path}: not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--recording {path}: truncated or not JSON ({error}); record again") from None
     found = value.get("format") if isinstance(value, dict) else None
     if found != RECORDING_FORMAT:
         raise ValueError(f"--recording {path}: expected format {RECORDING_FORMAT!r}, found {found!r}; record again")
@@ -85,10 +86,25 @@ def read_recording(path: str | Path, digest: str) -> dict[str, Any]:
     if not isinstance(events, list):
         raise ValueError(f"--recording {path} has no list of events")
     for i, event in enumerate(events):
-        missing = {"rank", "kind", "index", "start_s", "end_s"} - set(event)
-        if missing or event["kind"] not in MEASURED_THREADS:
-            raise ValueError(f"--recording {path}: event {i} lacks {sorted(missing) or 'a known kind'}")
+        if problem := _wrong_with(event):
+            raise ValueError(f"--recording {path}: event {i} lacks {problem}; record again")
     return value
+
+
+def _wrong_with(event: Any) -> str | None:
+    """What a recorded event lacks."""
+    if not isinstance(event, dict):
+        return "everything"
+    if missing := {"rank", "kind", "index", "start_s", "end_s"} - set(event):
+        return str(sorted(missing))
+    if not isinstance(event["kind"], str) or event["kind"] not in MEASURED_THREADS:
+        return "a known kind"
+    if any(type(event[name]) is not int or not 0 <= event[name] < 2**31 for name in ("rank", "index")):
+        return "a whole number as rank and index"
+    times = (event["start_s"], event["end_s"])
+    if any(type(t) not in (int, float) or not -1e300 < t < 1e300 for t in times) or times[1] < times[0]:
+        return "an end after its start"
+    return None
 
 
 def write_trace(path: str | Path, events: list[dict[str, Any]], num_ranks: int) -> None:
@@ -104,4 +120,4 @@ def write_trace(path: str | Path, events: list[dict[str, Any]], num_ranks: int) 
         names = tuple(MEASURED_THREADS) if pid % 2 else THREADS
         meta.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": names[tid]}})
     body = {"traceEvents": meta + events, "displayTimeUnit": "ms", "otherData": {"ranks": num_ranks}}
-    Path(path).write_text(json.dumps(body, separators=(",", ":")), encoding="utf-8")
+    write_whole(path, json.dumps(body, separators=(",", ":"), allow_nan=False))

@@ -1,4 +1,4 @@
-"""The best block size, stages and layout for given documents and hardware, by trying them in the simulator."""
+"""The best block size, layout and number of head groups for given documents and hardware, by trying them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from megatron_fcp.config import FcpConfig, Layout
+from megatron_fcp.files import write_figure
 from megatron_fcp.plan.plan import Plan
 from megatron_fcp.simulate.case import Case
-from megatron_fcp.simulate.lower import plan_program
+from megatron_fcp.simulate.lower import priced_tokens
 from megatron_fcp.simulate.models import ModelShape, Parallel
 from megatron_fcp.simulate.peers.fcp import fcp_plan
-from megatron_fcp.simulate.program import Timeline
-from megatron_fcp.simulate.reshuffle import with_reshuffle
-from megatron_fcp.simulate.step import HELD_STAGES, price_step
+from megatron_fcp.simulate.step import price_attention, price_step
 
 BLOCK_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+MOST_GROUPS = 8  # of heads
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,33 @@ class Trial:
     rounds: int
     stages: int
 
+    @property
+    def judged(self) -> float:
+        """Seconds by which configurations are compared: of a step, or of both passes of an attention."""
+        return self.seconds if self.step_seconds is None else self.step_seconds
+
     def as_dict(self) -> dict[str, Any]:
         """Figures and the settings that were tried."""
         out = {k: v for k, v in vars(self).items() if k != "config"}
-        settings = ("block_size", "layout", "ranks_per_node")
+        settings = ("block_size", "layout", "head_groups", "ranks_per_node")
         return {**{k: getattr(self.config, k) for k in settings}, **out}
 
 
 def candidates(case: Case, layouts: Sequence[Layout] = get_args(Layout)) -> list[FcpConfig]:
-    """Configurations worth trying: legal block sizes and layouts; the planner cuts the stages."""
+    """Configurations worth trying: legal block sizes and layouts, and in the reshuffle layout numbers of head groups.
+
+    The planner cuts the stages.
+    """
     sizes = [b for b in BLOCK_SIZES if case.tokens_per_rank % b == 0]
     sizes = sizes or [FcpConfig().resolve_block_size(case.tokens_per_rank)]
     nodes = case.hardware.ranks_per_node
-    return [FcpConfig(block_size=b, layout=layout, ranks_per_node=nodes) for layout in layouts for b in sizes]
+    groups = [n for n in range(1, min(MOST_GROUPS, case.shape.num_kv_heads) + 1) if case.shape.num_kv_heads % n == 0]
+    return [
+        FcpConfig(block_size=b, layout=layout, ranks_per_node=nodes, head_groups=n)
+        for layout in layouts
+        for b in sizes
+        for n in (groups if layout == "reshuffle" else [FcpConfig.head_groups])
+    ]
 
 
 def tune(
@@ -67,7 +81,8 @@ def tune(
 ) -> list[Trial]:  # fmt: skip
     """Try every configuration on every case; fastest first, ties to the earlier one.
 
-    Layouts share a plan, so each plan is made once per block size.
+    What counts is the whole step where a model is given, else an attention's forward and backward with the layout's
+    traffic. Configurations that differ in neither block size nor anything else that plans depend on share a plan.
     """
     trials: list[Trial] = []
     plans: dict[tuple[int, int | None], Plan] = {}
@@ -78,33 +93,22 @@ def tune(
             if key not in plans:
                 plans[key] = fcp_plan(case, config)
             parts.append(_try(plans[key], case, config, model, parallel))
-            step(f"blocks of {config.block_size}, {config.layout}")
+            groups = f", head groups {config.head_groups}" if config.layout == "reshuffle" else ""
+            step(f"blocks of {config.block_size}, {config.layout}{groups}")
         trials.append(_mean(parts))
-    return sorted(trials, key=lambda t: t.seconds if t.step_seconds is None else t.step_seconds)
+    return sorted(trials, key=lambda t: t.judged)
 
 
 def _try(plan: Plan, case: Case, config: FcpConfig, model: ModelShape | None, parallel: Parallel | None) -> Trial:
-    bare: list[Timeline] = []
-    seconds = 0.0
-    for backward in (False, True):
-        program = plan_program(plan, case, backward=backward, held_stages=HELD_STAGES)
-        bare.append(program.run())
-        if config.layout == "reshuffle":
-            seconds += with_reshuffle(program, plan, case, backward=backward).run().makespan
-        else:
-            seconds += bare[-1].makespan
-    step = price_step(plan, case, model, parallel or Parallel(), layout=config.layout).step if model else None
-    received = sum(bare[0].bytes_moved(tier, sends=False).mean() for tier in (0, 1))
-    return Trial(
-        config,
-        case.ideal() / bare[0].makespan if bare[0].makespan else 1.0,
-        case.ideal(backward=True) / bare[1].makespan if bare[1].makespan else 1.0,
-        seconds,
-        step,
-        float(received),
-        plan.schedule.num_rounds,
-        max(ends.size for ends in plan.schedule.stage_ends),
-    )
+    messages = plan.schedule.messages
+    received = int(priced_tokens(plan, messages).sum()) * case.forward.kv_bytes / case.cp_size
+    rounds, stages = plan.schedule.num_rounds, max(ends.size for ends in plan.schedule.stage_ends)
+    if model is not None:
+        step = price_step(plan, case, model, parallel or Parallel(), config=config)
+        return Trial(config, *step.efficiency, step.forward + step.backward, step.step, received, rounds, stages)
+    price = price_attention(plan, case, config)
+    forward, backward = (i / b if b else 1.0 for i, b in zip(price.ideal, price.bare))
+    return Trial(config, forward, backward, price.forward + price.backward, None, received, rounds, stages)
 
 
 def _mean(parts: list[Trial]) -> Trial:
@@ -132,7 +136,7 @@ def draw_curve(trials: Sequence[Trial], path: str) -> None:
     best: dict[int, Trial] = {}
     for t in trials:
         size = t.config.block_size or 0
-        if size not in best or t.forward > best[size].forward:
+        if size not in best or t.judged < best[size].judged:
             best[size] = t
     sizes = sorted(best)
     figure, left = plt.subplots(figsize=(5.6, 3.4))
@@ -150,5 +154,5 @@ def draw_curve(trials: Sequence[Trial], path: str) -> None:
     right.set_ylim(bottom=0)
     left.legend(loc="lower left", fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    write_figure(figure, path)
     plt.close(figure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
@@ -17,11 +18,11 @@ from megatron_fcp.simulate.program import COMPUTE, JOIN, Timeline
 from megatron_fcp.simulate.step import HELD_STAGES
 
 
-def page(plan: Plan, case: Case) -> str:
-    """The page as text."""
+def page(plan: Plan, case: Case, step: Callable[[str], None] = lambda _: None) -> str:
+    """The page as text; ``step`` is told of each simulated pass."""
     files = resources.files("megatron_fcp.simulate") / "page"
     html = (files / "page.html").read_text(encoding="utf-8")
-    data = json.dumps(page_data(plan, case), separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps(page_data(plan, case, step), separators=(",", ":")).replace("</", "<\\/")
     parts = {
         "/*STYLE*/": (files / "page.css").read_text(encoding="utf-8"),
         "/*SCRIPT*/": (files / "page.js").read_text(encoding="utf-8"),
@@ -33,7 +34,7 @@ def page(plan: Plan, case: Case) -> str:
     return html
 
 
-def page_data(plan: Plan, case: Case) -> dict[str, Any]:
+def page_data(plan: Plan, case: Case, step: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """What the page shows: microseconds, bytes, and plain lists."""
     table, messages = plan.table, plan.schedule.messages
     passes = []
@@ -43,11 +44,13 @@ def page_data(plan: Plan, case: Case) -> dict[str, Any]:
         passes.append(
             {"name": name, "efficiency": ideal / timeline.makespan if timeline.makespan else 1.0, **_timeline(timeline)}
         )
+        step(name)
     bound = rounds_lower_bound(messages, plan.ranks_per_node) if len(messages) else 0
     return {
         "title": f"FCP plan: {plan.cp_size} ranks, {plan.tokens_per_rank:,} tokens each, {case.hardware.name}",
         "figures": (
             f"{table.document_length.size:,} documents, longest {int(table.document_length.max(initial=0)):,} tokens; "
+            f"{'' if table.window is None else f'a window of {table.window:,}; '}"
             f"blocks of {table.block_size:,}; {len(messages):,} messages in {plan.schedule.num_rounds} rounds; "
             f"digest {plan.digest[:16]}"
         ),

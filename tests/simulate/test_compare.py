@@ -14,13 +14,12 @@ pytestmark = pytest.mark.plan
 
 TOKENS = 32768
 LONG = ("longtail", "weaktail", "bimodal")
-# A known miss, as a share of the peer's efficiency: at 16 ranks no document of this bimodal draw needs more than one
-# rank, and dynamic CP need not keep token counts equal.
-BEHIND = {("bimodal", 16): 0.04}
 
 
-def efficiencies(workload: str, ranks: int, hardware: str, systems: Sequence[str] = tuple(SYSTEMS)) -> dict[str, float]:
-    lengths = draw_lengths(workload, num_tokens=ranks * TOKENS, seed=0)
+def efficiencies(
+    workload: str, ranks: int, hardware: str, systems: Sequence[str] = tuple(SYSTEMS), seed: int = 0
+) -> dict[str, float]:
+    lengths = draw_lengths(workload, num_tokens=ranks * TOKENS, seed=seed)
     case = Case(lengths, ranks, TOKENS, load_hardware(hardware))
     return {system: case.efficiency(run_system(system, case)) for system in systems}
 
@@ -36,11 +35,20 @@ def test_ahead_of_every_peer(workload: str, ranks: int, hardware: str) -> None:
     if ranks >= 64:
         assert ours > best, got
     else:
-        assert ours >= best * (1 - BEHIND.get((workload, ranks), 0.01)), got
+        assert ours >= best * 0.99, got
     if ranks == 256:  # the paper's speed-ups over systems that are not its own; 1.09 over its textbook version
         assert ours >= 1.13 * max(value for system, value in got.items() if system != "textbook-fcp"), got
         assert ours >= 1.05 * got["textbook-fcp"], got
         assert ours >= 2.21 * got["te-ring"], got
+
+
+@pytest.mark.parametrize("hardware", ["flat5920", "h100-ib"])
+@pytest.mark.parametrize(("ranks", "seed"), [(16, 1), (16, 3), (16, 4), (16, 5), (16, 6), (32, 2), (32, 3), (32, 7)])
+def test_level_with_those_that_need_not_keep_tokens_equal(ranks: int, seed: int, hardware: str) -> None:
+    """Draws of bimodal without a long document, where dynamic CP cuts nothing, and with one of most of the stream."""
+    got = efficiencies("bimodal", ranks, hardware, ("fcp", "dynamic-cp", "magi"), seed)
+    ours = got.pop("fcp")
+    assert ours >= max(got.values()) * 0.99, got
 
 
 @pytest.mark.parametrize("hardware", ["flat5920", "h100-ib"])

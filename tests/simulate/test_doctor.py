@@ -123,6 +123,31 @@ def test_all_that_is_wrong_is_said_at_once(
         assert any(word in problem for problem in found["refused"]), found["refused"]
 
 
+def test_windows_of_some_layers_are_priced(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    _, whole = doctor(capsys, config())
+    _, mixed = doctor(capsys, config(window_size="256,0", window_attn_skip_freq=2))
+    _, windowed = doctor(capsys, config(), "--", "--window-size", "(256, 0)")
+    seconds = [found["step"]["seconds"] for found in (windowed, mixed, whole)]
+    assert seconds == sorted(seconds)
+    assert len(set(seconds)) == 3
+    flops = [found["step"]["model_flops"] for found in (windowed, mixed, whole)]
+    assert flops[1] == pytest.approx((flops[0] + flops[2]) / 2)
+    _, same = doctor(capsys, config(window_size="-1,-1", window_attn_skip_freq=2))
+    assert same["step"] == whole["step"]
+    for flags, message in (
+        ({"window_size": "256,5"}, "--window-size 256,5 is not W,0"),
+        ({"window_size": "wide"}, "--window-size wide is not W,0"),
+        ({"window_size": "256,0", "window_attn_skip_freq": "[1]*3"}, "must be one 0 or 1 for each of the 8 layers"),
+        ({"window_size": "256,0", "window_attn_skip_freq": "often"}, "--window-attn-skip-freq must be an integer"),
+        ({"recompute_granularity": "full", "recompute_num_layers": "all"}, "--recompute-num-layers must be an integer"),
+        ({"seq_length": 2**40}, "tokens that can be planned"),
+        ({"fcp_head_groups": 0}, "--fcp-head-groups must be an integer of at least 1"),
+    ):
+        status, found = doctor(capsys, config(**flags))
+        assert status == 1
+        assert any(message in problem for problem in found["refused"]), found["refused"]
+
+
 @pytest.mark.parametrize("flag", ["--multi-latent-attention", "--mtp-num-layers"])
 def test_no_estimate_of_what_is_not_modelled(config: Write, capsys: pytest.CaptureFixture[str], flag: str) -> None:
     status, found = doctor(capsys, config(), "--", flag, "1")

@@ -10,12 +10,19 @@ import numpy as np
 import pytest
 
 from megatron_fcp.cli import main
+from megatron_fcp.commands.tune import flags
 from megatron_fcp.config import FcpConfig
 from megatron_fcp.config_file import read_config, write_config
 from megatron_fcp.plan.planfile import read_plan
-from megatron_fcp.simulate import load_hardware
+from megatron_fcp.simulate import draw_lengths, load_hardware
+from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.compare import Cell, ratios
+from megatron_fcp.simulate.hardware import AttentionShape
+from megatron_fcp.simulate.lower import plan_program
+from megatron_fcp.simulate.peers.fcp import fcp_plan
+from megatron_fcp.simulate.reshuffle import with_reshuffle
 from megatron_fcp.simulate.trace import RECORDING_FORMAT
+from megatron_fcp.simulate.tune import Trial, candidates, tune
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -97,6 +104,49 @@ def test_tune_writes_the_best_of_what_it_tried(capsys: pytest.CaptureFixture[str
     argv = ["tune", *SMALL, "--layout", "resident"]
     assert "--fcp-hardware h100-ib --fcp-layout resident --fcp-block-size" in run(capsys, *argv)
     assert f"--fcp-config {path}" in run(capsys, *argv, "--output", str(path)).replace("\n", "")
+
+
+def trial(block: int, groups: int, forward: float, seconds: float, step: float | None = None) -> Trial:
+    config = FcpConfig(block_size=block, layout="reshuffle", head_groups=groups)
+    return Trial(config, forward, 0.5, seconds, step, 1.0, 1, 1)
+
+
+def test_both_passes_count_and_a_step_counts_more() -> None:
+    assert min([trial(512, 4, 0.9, 3.0), trial(1024, 1, 0.7, 2.0)], key=lambda t: t.judged).config.block_size == 1024
+    assert trial(512, 4, 0.9, 3.0, step=7.0).judged == 7.0
+    assert trial(512, 4, 0.9, 3.0).as_dict()["head_groups"] == 4
+
+
+@pytest.mark.parametrize("hardware", ["h100-ib", "flat5920"])
+def test_tune_chooses_head_groups_by_the_simulated_exchange(hardware: str) -> None:
+    lengths = draw_lengths("bimodal", num_tokens=16 * 8192, seed=1)
+    case = Case(lengths, 16, 8192, load_hardware(hardware))
+    configs = [c for c in candidates(case, ("reshuffle",)) if c.block_size in (512, 2048)]
+    assert [c.head_groups for c in configs] == [1, 2, 4, 8] * 2
+    trials = tune([case], configs)
+    best = trials[0].config
+    seconds = {}
+    for config in configs:
+        plan = fcp_plan(case, config)
+        seconds[config] = sum(
+            with_reshuffle(
+                plan_program(plan, case, backward=backward, held_stages=2), plan, case, groups=config.head_groups,
+                backward=backward,
+            ).run().makespan
+            for backward in (False, True)
+        )  # fmt: skip
+    assert best == min(configs, key=lambda c: seconds[c])
+    assert trials[0].seconds == pytest.approx(seconds[best])
+    assert len({seconds[c] for c in configs}) == len(configs)  # the number of groups makes a difference
+    two_heads = case.replace(shape=AttentionShape(16, 2, 128))
+    assert {c.head_groups for c in candidates(two_heads, ("reshuffle",))} == {1, 2}
+
+
+def test_the_flags_of_a_winner(tmp_path: Path) -> None:
+    config = FcpConfig(block_size=512, layout="reshuffle", head_groups=2)
+    assert "--fcp-head-groups 2" in " ".join(flags(config, "h100-ib", None))
+    write_config(tmp_path / "c.yaml", config)
+    assert read_config(tmp_path / "c.yaml")[0].head_groups == 2
 
 
 def test_configs_survive_the_file(tmp_path: Path) -> None:
@@ -209,7 +259,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], argv: list[str], mess
 def test_too_many_tokens_for_the_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "l.txt").write_text("\n".join(["5000"] * 10))
     argv = ["simulate", "--lengths", str(tmp_path / "l.txt"), "--cp-size", "2", "--tokens-per-rank", "4096"]
-    assert "the documents hold 50000 tokens but 2 ranks" in refused(capsys, *argv)
+    assert "the documents hold 50000 tokens but the ranks have room for 8192, 41808 too few" in refused(capsys, *argv)
 
 
 def test_slow_ranks_known_to_the_planner_cost_little(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -107,9 +107,11 @@ def test_unknown_systems_are_named() -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("cp_size", [1, 3])
-def test_odd_rank_counts_and_one_rank(system: str, cp_size: int) -> None:
-    case = Case(np.array([5, 700, 3000, 16]), cp_size, 4096, load_hardware("flat5920"))
+@pytest.mark.parametrize(("cp_size", "ranks_per_node"), [(1, 1), (3, 1), (6, 4)])  # the last: a node of two ranks
+def test_odd_rank_counts_and_one_rank(system: str, cp_size: int, ranks_per_node: int) -> None:
+    hardware = dataclasses.replace(load_hardware("flat5920"), ranks_per_node=ranks_per_node)
+    lengths = [5, 700, 3000, 16, *([9000, 11000] if cp_size == 6 else [])]
+    case = Case(np.array(lengths), cp_size, 4096, hardware)
     for backward in (False, True):
         timeline = run_system(system, case, backward=backward).run()
         assert 0 < case.ideal(backward=backward) / timeline.makespan <= 1 + 1e-9

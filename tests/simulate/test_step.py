@@ -45,7 +45,7 @@ def test_home_is_megatrons_zigzag_of_the_stream(planned: tuple[Case, Plan]) -> N
 def test_the_layout_moves_what_it_must(planned: tuple[Case, Plan], overlap: bool, backward: bool) -> None:
     case, plan = planned
     bare = plan_program(plan, case, backward=backward)
-    around = with_reshuffle(bare, plan, case, overlap=overlap, backward=backward).run()
+    around = with_reshuffle(bare, plan, case, groups=4 if overlap else 1, backward=backward).run()
     block, home, tokens = home_ranks(plan)
     away = tokens[home != plan.placement.block_rank[block]].sum()
     q, kv = case.shape.num_heads * case.shape.head_dim * 2, case.shape.kv_bytes_per_token
@@ -62,7 +62,7 @@ def test_overlap_gains_where_kernels_take_longer_than_the_layout(backward: bool)
     plan = fcp_plan(case)
     bare = plan_program(plan, case, backward=backward)
     exposed, overlapped = (
-        with_reshuffle(bare, plan, case, overlap=overlap, backward=backward).run().makespan for overlap in (False, True)
+        with_reshuffle(bare, plan, case, groups=groups, backward=backward).run().makespan for groups in (1, 4)
     )
     assert bare.run().makespan < overlapped < exposed
 

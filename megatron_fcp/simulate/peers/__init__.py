@@ -58,5 +58,13 @@ def check_systems(names: list[str]) -> list[str]:
 
 
 def run_system(name: str, case: Case, *, backward: bool = False) -> Program:
-    """The program of system ``name`` for ``case``."""
+    """The program of system ``name`` for ``case``.
+
+    Raises
+    ------
+    ValueError
+        If the name is unknown, or the case has a window and the system is not this project's.
+    """
+    if case.window is not None and name != "fcp":
+        raise ValueError(f"--systems {name}: only fcp is priced with a window, the others see whole documents")
     return SYSTEMS[check_systems([name])[0]](case, backward=backward)

@@ -10,10 +10,11 @@ from megatron_fcp.simulate.program import Program
 
 
 def fcp_plan(case: Case, config: FcpConfig | None = None) -> Plan:
-    """The planner's plan for the case's hardware; ``config`` overrides the block size it would choose."""
+    """The planner's plan for the case's hardware and window; ``config`` overrides the block size it would choose."""
     return make_plan(
-        case.lengths, cp_size=case.cp_size, tokens_per_rank=case.tokens_per_rank, config=config, hardware=case.forward
-    )
+        case.lengths, cp_size=case.cp_size, tokens_per_rank=case.tokens_per_rank, config=config, hardware=case.forward,
+        window=case.window,
+    )  # fmt: skip
 
 
 def fcp(case: Case, *, backward: bool = False) -> Program:

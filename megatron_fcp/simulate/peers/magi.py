@@ -57,7 +57,7 @@ def _cast_program(case: Case, table: BlockTable, placement: Placement, stages: i
     stage = _stage_of(rank // g, block, table.num_blocks, stages)
     slow, ranks = case.slowdown(), np.arange(n)
     seconds = remote_s(table, owner, rank, rank * stages + stage, block, n * stages, cost).reshape(n, stages)
-    moves = _hops(owner[block], rank, block, stage, table, g)
+    moves = _hops(owner[block], rank, block, stage, table, n, g)
     casts = [_cast(out, case, [m[3] == s for m in moves], moves, factor=1, after=None) for s in range(stages)]
     calls = [out.compute(ranks, local_s(table, owner, n, cost) * slow)]
     for s in range(stages):
@@ -80,10 +80,13 @@ def _stage_of(node: IntArray, block: IntArray, num_blocks: int, stages: int) -> 
 Hop = tuple[IntArray, IntArray, IntArray, IntArray]  # src, dst, tokens, stage
 
 
-def _hops(src: IntArray, dst: IntArray, block: IntArray, stage: IntArray, table: BlockTable, g: int) -> list[Hop]:
+def _hops(
+    src: IntArray, dst: IntArray, block: IntArray, stage: IntArray, table: BlockTable, n: int, g: int
+) -> list[Hop]:
     """Between nodes first, once per node, to the rank of the owner's place in it; then inside the node."""
     tokens = (table.shared_stop - table.shared_start)[block]
-    proxy = np.where(src // g == dst // g, src, dst // g * g + src % g)
+    node = dst // g * g
+    proxy = np.where(src // g * g == node, src, node + src % np.minimum(g, n - node))  # the last node may be smaller
     crosses = np.flatnonzero(proxy != src)
     _, once = np.unique(proxy[crosses] * table.num_blocks + block[crosses], return_index=True)
     crosses = crosses[once]
