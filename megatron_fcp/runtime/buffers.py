@@ -74,8 +74,9 @@ class KVBuffers:
         sends: list[Message] = []
         recvs: list[Message] = []
         for transfer in exchange.sends:
-            for buffer in sorted({s.buffer for s in transfer.segments}):
-                self._awaited.arrived(buffer)  # a forwarded block must be here before it goes on
+            if not self._transport.in_order:
+                for buffer in sorted({s.buffer for s in transfer.segments}):
+                    self._awaited.arrived(buffer)  # a forwarded block must be here before it goes on
             for segment in transfer.segments:
                 sends.extend((transfer.peer, t) for t in _views(self._buffers[segment.buffer], (segment,)))
         for transfer in exchange.recvs:

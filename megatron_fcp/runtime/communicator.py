@@ -1,6 +1,10 @@
 """FCP's traffic over one process group of torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-The NCCL path has the same steps as the gloo path; it has not been run on GPUs yet.
+The NCCL path has the same steps as the gloo path; it has not been run on GPUs yet. There NCCL's own stream carries out
+the rounds in the order in which they are posted, each once the compute stream has done what it was given before that:
+buffers come from the caching allocator, and earlier kernels may still use their memory. Only what needs a round waits
+for it, and no sooner: with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for, all streams share one queue to
+the GPU, and a wait holds up whatever is issued behind it.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from megatron_fcp.runtime.transport import Message, Pending, Position
 from megatron_fcp.runtime.watch import Board, RankState, Watch, explain, name_ranks
 
 SETUP_TIMEOUT_S = 600.0  # processes may reach the creation of the group minutes apart
+REPORT_S = 60.0  # from a time-out to the end of all ranks, at most: nobody else's time-out should come in between
 _incarnations: Counter[str] = Counter()
 
 
@@ -60,6 +65,8 @@ class Communicator:
     ----------
     rank, size : int
         In the group.
+    in_order : bool
+        The device carries out the rounds, one after the other, and the host waits for none.
     position : Position
         Where this rank is in its program.
     note : str
@@ -87,8 +94,8 @@ class Communicator:
         self._moved = time.monotonic()  # when this rank last left a transfer
         self._failure: FcpError | None = None
         self._agreements = 0
-        self._in_flight: deque[tuple[torch.cuda.Event, float, str]] = deque()
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.in_order = self.device.type == "cuda"
+        self._in_flight: deque[tuple[dist.Work, float, str]] = deque()
         key = f"fcp/{name}/{'-'.join(map(str, self.global_ranks))}"
         _incarnations[key] += 1
         self._board = Board(_own_store(store, f"{key}/{_incarnations[key]}"), self.rank, self.size)
@@ -134,7 +141,8 @@ class Communicator:
         ValueError
             If the ranks do not ascend.
         """
-        group, control = make_groups(ranks, max(SETUP_TIMEOUT_S, timeout_s), name, torch.device(device), max_ctas)
+        setup_s = max(SETUP_TIMEOUT_S, timeout_s + REPORT_S)  # NCCL ends a process at its group's without a report
+        group, control = make_groups(ranks, setup_s, name, torch.device(device), max_ctas)
         comm = Communicator(group, timeout_s, name, device=device, control=control)
         if control is not group:
             comm.warm_up()
@@ -165,32 +173,20 @@ class Communicator:
             ops += [dist.P2POp(dist.irecv, t, self.global_ranks[peer], self.group) for peer, t in some_recvs]
             peers = [peer for peer, _ in (*some_sends, *some_recvs)]
             try:
-                works = self._issue(ops, pending)
+                works = dist.batch_isend_irecv(ops)
             except RuntimeError as error:
                 raise self._fail(
                     peers, f"start a transfer with {name_ranks(sorted(set(peers)))}", 0.0, error
                 ) from error
-            if self._stream is None:
+            if self.in_order:  # one work for all of them
+                pending.issued += works
+                pending.tensors += [op.tensor for op in ops]  # alive until the compute stream waits for the works
+                self._in_flight.extend((work, time.monotonic(), where) for work in works)
+            else:
                 assert len(works) == len(ops)
                 pending.sends += zip(works, peers[: len(some_sends)])
                 pending.recvs += zip(works[len(some_sends) :], peers[len(some_sends) :])
         return pending
-
-    def _issue(self, ops: list[dist.P2POp], pending: _Round) -> list[dist.Work]:
-        if self._stream is None:
-            return dist.batch_isend_irecv(ops)
-        # The side stream starts when all that the compute stream was given so far is done: buffers come from the
-        # caching allocator, and earlier kernels may still use their memory. Rounds follow each other on it.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()  # makes the side stream, not the host, wait
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        pending.event = event
-        pending.tensors += [op.tensor for op in ops]  # alive until the compute stream waits for the event
-        self._in_flight.append((event, time.monotonic(), pending.where))
-        return []
 
     def warm_up(self) -> None:
         """Touch every pair once: connections are made on first use, which takes long on GPUs
@@ -322,11 +318,11 @@ class _Round:
         self.comm, self.where = comm, where
         self.sends: list[tuple[dist.Work, int]] = []
         self.recvs: list[tuple[dist.Work, int]] = []
-        self.event: torch.cuda.Event | None = None
+        self.issued: list[dist.Work] = []
         self.tensors: list[torch.Tensor] = []
 
     def wait_recvs(self) -> None:
-        self._wait_event()
+        self._wait_issued()
         self._drain(self.recvs, "receive from")
 
     def wait(self) -> None:
@@ -340,11 +336,11 @@ class _Round:
             self.comm._wait(work, (peer,), text, deadline - time.monotonic())
         works.clear()  # and with them the tensors
 
-    def _wait_event(self) -> None:
-        if self.event is not None:
-            torch.cuda.current_stream(self.comm.device).wait_event(self.event)
-            self.event = None
-            self.tensors.clear()
+    def _wait_issued(self) -> None:
+        for work in self.issued:
+            work.wait()  # makes the current stream wait; with a time-out it would be the host
+        self.issued.clear()
+        self.tensors.clear()
 
 
 def _is_timeout(error: Exception) -> bool:
@@ -374,12 +370,13 @@ def _state_of(comm: Communicator | None) -> RankState | None:
 
 
 def _overdue_of(comm: Communicator | None) -> str | None:
-    """On a GPU nobody waits on the host: look at the events of the rounds on the way."""
-    if comm is None:
+    """On a GPU nobody waits on the host: look at the rounds on the way."""
+    if comm is None or not comm._in_flight:
         return None
     flights = comm._in_flight
-    while flights and flights[0][0].query():
-        flights.popleft()
+    with torch.cuda.device(comm.device):  # this thread's own device is 0, where a question would begin a context
+        while flights and flights[0][0].is_completed():
+            flights.popleft()
     if flights and time.monotonic() - flights[0][1] > comm.timeout_s:
         return f"on rank {comm.rank}, {flights[0][2]} took longer than {comm.timeout_s:g} s"
     return None

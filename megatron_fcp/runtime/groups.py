@@ -66,13 +66,17 @@ def make_groups(
         raise ValueError(f"the ranks of a group must ascend, got {list(ranks)}")
 
     def make(backend: str, what: str) -> dist.ProcessGroup:
+        timeout = timedelta(seconds=setup_s)
+        options = nccl_options(max_ctas) if backend == "nccl" else None
+        if options is not None:
+            options._timeout = timeout  # else torch warns, on every rank, of the one that is not used
         group = dist.new_group(
             list(ranks),
             backend=backend,
-            timeout=timedelta(seconds=setup_s),
+            timeout=timeout,
             use_local_synchronization=True,
             group_desc=f"{name} {what}",
-            pg_options=nccl_options(max_ctas) if backend == "nccl" else None,
+            pg_options=options,
         )
         assert isinstance(group, dist.ProcessGroup), f"global rank {dist.get_rank()} is not one of {list(ranks)}"
         return group

@@ -61,6 +61,8 @@ class _Done:
 class Nowhere:
     """A transport that sends nothing and receives random KV and zero gradients at once."""
 
+    in_order = True
+
     def __init__(self, plan: RankPlan, generator: torch.Generator) -> None:
         self.rank, self.size, self.position = plan.rank, plan.cp_size, Position()
         self._generator = generator

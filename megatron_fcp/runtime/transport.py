@@ -70,11 +70,22 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Moves tensors between the ranks of one group; messages of a pair arrive in the order in which they are posted."""
+    """Moves tensors between the ranks of one group; messages of a pair arrive in the order in which they are posted.
+
+    Attributes
+    ----------
+    rank, size : int
+        In the group.
+    position : Position
+        Where this rank is in its program; the runtime writes it.
+    in_order : bool
+        A round may send what an earlier one receives and nobody has waited for: it is carried out after that one.
+    """
 
     rank: int
     size: int
     position: Position
+    in_order: bool
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Start one round: every send and receive of it together."""

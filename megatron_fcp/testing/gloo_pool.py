@@ -72,7 +72,9 @@ class GlooPool:
         ----------
         size : int
         function : callable
-            Importable by module and name; arguments and result picklable.
+            Importable by module and name.
+        *args
+            Picklable, as the result must be.
         timeout : float, optional
             Seconds for the job.
         fcp_timeout_s : float, optional

@@ -16,6 +16,8 @@ from megatron_fcp.runtime.transport import Message, Pending, Transport
 class HostStagedTransport:
     """Wraps a transport of CPU tensors; itself a :class:`megatron_fcp.runtime.transport.Transport` of any device's."""
 
+    in_order = False
+
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.rank, self.size, self.position = inner.rank, inner.size, inner.position

@@ -106,14 +106,20 @@ def _rectangle(queries: int, keys: int) -> StageWork:
 
 def fit_rates(samples: Sequence[Sample], flops_per_pair: int) -> KernelRates:
     """Forward's rate and half lengths by least squares, backward's rate by its median over the samples."""
-    works = [_rectangle(s.queries, s.keys) for s in samples]
+    works = [[_rectangle(s.queries, s.keys)] for s in samples]
     fit = fit_kernel(works, np.array([s.forward_s for s in samples]), per_call=False)
     ratio = statistics.median(BACKWARD_FLOPS * s.forward_s / s.backward_s for s in samples)
     return KernelRates(flops_per_pair / fit.pair_s, fit.q_half, fit.kv_half, ratio, fit.error)
 
 
 def measure_links(device: str) -> list[tuple[int, float]]:
-    """(bytes, seconds) of one transfer between two processes, the other direction busy as well."""
+    """(bytes, seconds) of one transfer between two processes, the other direction busy as well.
+
+    Raises
+    ------
+    ValueError
+        If one of the processes ends early.
+    """
     backend = "gloo" if device == "cpu" else "nccl"
     if backend == "nccl" and torch.cuda.device_count() < 2:
         backend = "gloo"

@@ -296,7 +296,13 @@ class _Job:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function that ``"module:function"`` names."""
+    """The function that ``"module:function"`` names.
+
+    Raises
+    ------
+    ValueError
+        If ``name`` has another form.
+    """
     module, _, attribute = name.partition(":")
     if not attribute:
         raise ValueError(f"{name!r} does not name a function; write it as 'module:function'")

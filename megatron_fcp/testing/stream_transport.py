@@ -100,6 +100,8 @@ class StreamGroup:
 class StreamTransport:
     """One rank's end; a :class:`megatron_fcp.runtime.transport.Transport`."""
 
+    in_order = False  # a message leaves once the compute stream was done, whatever comes in meanwhile
+
     def __init__(self, group: StreamGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size
         self.position = Position()

@@ -98,6 +98,8 @@ class ThreadGroup:
 class ThreadTransport:
     """One rank's end of a :class:`ThreadGroup`; a :class:`megatron_fcp.runtime.transport.Transport`."""
 
+    in_order = False
+
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size
         self.position = Position()

@@ -26,14 +26,17 @@ class Sleepy:
 
     def __init__(self, comm: Communicator, stream: str) -> None:
         self.comm, self.stream = comm, stream
-        self.rank, self.size, self.position = comm.rank, comm.size, comm.position
+        self.rank, self.size, self.position, self.in_order = comm.rank, comm.size, comm.position, comm.in_order
+        self.side = torch.cuda.Stream(comm.device)
 
     def post(self, sends: object, recvs: object) -> object:
         if self.stream == "compute":
             torch.cuda._sleep(SLEEP_CYCLES)
         elif self.stream == "transfer":
-            with torch.cuda.stream(self.comm._stream):
+            self.side.wait_stream(torch.cuda.current_stream(self.comm.device))
+            with torch.cuda.stream(self.side):  # NCCL's stream waits for the one that posts
                 torch.cuda._sleep(SLEEP_CYCLES)
+                return self.comm.post(sends, recvs)  # type: ignore[arg-type]
         return self.comm.post(sends, recvs)  # type: ignore[arg-type]
 
 

@@ -56,22 +56,9 @@ def test_padded_documents_equal_real_ones(layout: str) -> None:
 def placed(_: None) -> list[list[list[int]]]:
     """Runs in a rank: tokens and positions of two ranks by the batch's arrays, and by those of PackedSeqParams."""
     import megatron_fcp
-    from megatron_fcp.integration import batch, session
+    from megatron_fcp.integration import batch
     from megatron_fcp.integration.settings import Settings
-
-    class Group:
-        def __init__(self, rank: int) -> None:
-            self._rank = rank
-
-        def rank(self) -> int:
-            return self._rank
-
-        def size(self) -> int:
-            return 2
-
-    class Agreeable:
-        def agree(self, *args: Any) -> None:
-            pass
+    from megatron_fcp.testing.lone_rank import begin_alone
 
     megatron_fcp.register()
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -81,10 +68,7 @@ def placed(_: None) -> list[list[list[int]]]:
     found = []
     for layout in ("resident", "reshuffle"):
         for rank in range(2):
-            run = session.begin(Settings(FcpConfig(block_size=4, layout=layout), 2, 56, "packed", "document", True))
-            run.attention_layers = 1
-            run.communicator = lambda group: Agreeable()  # type: ignore[method-assign,assignment,return-value]
-            session.cp_group = lambda rank=rank: Group(rank)  # type: ignore[assignment]
+            begin_alone(Settings(FcpConfig(block_size=4, layout=layout), 2, 56, "packed", "document", True), rank)
             given = {"tokens": torch.arange(56)[None], "cu_seqlens": real[None], "cu_seqlens_padded": padded[None]}
             taken = batch.wrap_get_batch_on_this_cp_rank(lambda batch: batch)(given)["tokens"]
             documents = PackedSeqParams(

@@ -33,33 +33,17 @@ def shares(cases: list[tuple[str, str]]) -> list[dict[str, list[Any]]]:
 
     import megatron_fcp
     from megatron_fcp.config import FcpConfig
-    from megatron_fcp.integration import session
     from megatron_fcp.integration.settings import Settings
+    from megatron_fcp.testing.lone_rank import begin_alone
 
     megatron_fcp.register()
     torch.distributed.get_rank = lambda group: group.rank()  # as Megatron's own cut of whole samples asks
     torch.distributed.get_world_size = lambda group: group.size()
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    class Group:
-        def __init__(self, rank: int) -> None:
-            self._rank = rank
-
-        def rank(self) -> int:
-            return self._rank
-
-        def size(self) -> int:
-            return 2
-
-    class Agreeable:
-        def agree(self, *args: Any) -> None:
-            pass
-
     def share(key: str, state: str, layout: Any, rank: int) -> dict[str, Any]:
-        run = session.begin(Settings(FcpConfig(block_size=4, layout=layout), 2, 24, "packed", "sequence", True))
-        run.attention_layers = 1
-        run.communicator = lambda group: Agreeable()  # type: ignore[method-assign,assignment,return-value]
-        session.cp_group = lambda: Group(rank)  # type: ignore[assignment]
+        config = FcpConfig(block_size=4, layout=layout)
+        group = begin_alone(Settings(config, 2, 24, "packed", "sequence", True), rank)
         stream = torch.arange(48).view(2, 24)
         batch: dict[str, Any] = dict.fromkeys(OTHERS)
         batch.update(tokens=stream, labels=stream + 100, loss_mask=stream.float() + 200, position_ids=stream + 300)
@@ -69,7 +53,7 @@ def shares(cases: list[tuple[str, str]]) -> list[dict[str, list[Any]]]:
             batch.pop(key, None)
         else:
             batch[key] = None if state == "None" else degenerate(key)
-        kept = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=Group(rank))
+        kept = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
         return {name: None if kept.get(name) is None else kept[name].tolist() for name in (*SEQUENCE, "attention_mask")}
 
     def both(key: str, state: str) -> dict[str, list[Any]]:

@@ -46,7 +46,7 @@ class Slow:
 
     def __init__(self, comm: Transport, naps: tuple[float, ...]) -> None:
         self._comm, self._naps = comm, itertools.cycle(naps)
-        self.rank, self.size, self.position = comm.rank, comm.size, comm.position
+        self.rank, self.size, self.position, self.in_order = comm.rank, comm.size, comm.position, comm.in_order
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         time.sleep(next(self._naps))

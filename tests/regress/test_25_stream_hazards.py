@@ -116,6 +116,8 @@ class Pending:
 class Adversary:
     """One rank's end; a :class:`megatron_fcp.runtime.transport.Transport`."""
 
+    in_order = False
+
     def __init__(self, group: Group, rank: int) -> None:
         self.group, self.rank, self.size, self.position = group, rank, group.size, Position()
 

@@ -34,7 +34,7 @@ class Dawdling:
 
     def __init__(self, comm: Communicator, seed: int) -> None:
         self._comm, self._random = comm, random.Random(seed)
-        self.rank, self.size, self.position = comm.rank, comm.size, comm.position
+        self.rank, self.size, self.position, self.in_order = comm.rank, comm.size, comm.position, comm.in_order
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         if self._random.random() < 0.3:

@@ -1,6 +1,7 @@
 """Rounds over torch.distributed: order, bounded group calls, warm-up, agreement."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -132,3 +133,26 @@ def test_the_board_survives_the_loss_of_its_store() -> None:
     assert not board.alarm()
     assert not board.reachable
     assert board.collect(5.0) == {}
+
+
+def asked_of_torch(_: Communicator) -> list[tuple[float, float]]:
+    """Seconds that torch's own groups may take, and what FCP may take in all, for several time-outs."""
+    asked: list[float] = []
+    original = communicator.make_groups
+
+    def make_groups(ranks: Any, setup_s: float, *rest: Any) -> Any:
+        asked.append(setup_s)
+        return original(ranks, setup_s, *rest)
+
+    communicator.make_groups = make_groups
+    ours: list[float] = []
+    for seconds in (5.0, 600.0, 3600.0):
+        comm = Communicator.create([0], seconds, "asked")
+        comm.close()
+        ours.append(seconds + comm._watch._interval + comm._watch._grace)
+    return list(zip(asked, ours, strict=True))
+
+
+def test_fcps_report_comes_before_torchs_own_timeout(gloo: GlooPool) -> None:
+    for torchs, ours in gloo.run(1, asked_of_torch)[0]:
+        assert torchs > ours + 10

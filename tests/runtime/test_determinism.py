@@ -59,7 +59,7 @@ class Dawdling:
 
     def __init__(self, comm: Transport) -> None:
         self._comm, self._random = comm, random.SystemRandom()
-        self.rank, self.size, self.position = comm.rank, comm.size, comm.position
+        self.rank, self.size, self.position, self.in_order = comm.rank, comm.size, comm.position, comm.in_order
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         time.sleep(self._random.uniform(0, 0.002))

@@ -27,6 +27,8 @@ FREE += ("new_empty", "empty", "empty_like", "expand")
 class Silent:
     """A transport that is through at once and moves nothing."""
 
+    in_order = True
+
     def __init__(self, plan: Plan, rank: int) -> None:
         self.rank, self.size, self.position = rank, plan.cp_size, Position()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -140,7 +141,7 @@ def test_fit_finds_the_model_that_made_the_times() -> None:
             total += pairs * (q + q_half) / q * (kv + kv_half) / kv * pair_s
         return float(total)
 
-    fit = fit_kernel(works, np.array([seconds(w) for w in works]))
+    fit = fit_kernel([[w] for w in works], np.array([seconds(w) for w in works]))
     assert fit.error < 1e-9
     got = fit.pair_s, fit.q_half, fit.kv_half, fit.call_s
     np.testing.assert_allclose(got, (pair_s, q_half, kv_half, call_s), rtol=1e-6)
@@ -206,9 +207,9 @@ def test_command(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--device", "warp"], "--device warp"),
         (["--kernel", "none"], "--kernel 'none' is unknown"),
         (["--kernel", "torch-cuda"], "--kernel torch-cuda cannot do torch.float32 on cpu"),
-        (["--num-kv-heads", "3"], "KV heads"),
+        (["--num-kv-heads", "3"], "--num-heads 4 is not a multiple of --num-kv-heads 3; use --num-kv-heads 2"),
         (["--hardware", "nowhere"], "--hardware 'nowhere'"),
-        (["--peak-tflops", "0"], "--peak-tflops must be positive"),
+        (["--peak-tflops", "0"], "--peak-tflops must be a positive number"),
     ],
 )
 def test_bad_arguments(
@@ -220,3 +221,16 @@ def test_bad_arguments(
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1
     assert message in error[0]
+
+
+@pytest.mark.parametrize("command", ["replay", "profile"])
+def test_without_torch(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    file = tmp_path / "plan.json"
+    write_plan(plan, file)
+    monkeypatch.delitem(sys.modules, "megatron_fcp.testing.measure")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main([command, *(["--plan", str(file)] if command == "replay" else [])]) == 2
+    message = "needs the package torch, which is not installed; `pip install 'megatron-fcp[megatron]'`"
+    assert capsys.readouterr().err == f"megatron-fcp {command}: error: {message}\n"

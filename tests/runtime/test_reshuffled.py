@@ -83,7 +83,8 @@ class Noting:
 
     def __init__(self, comm: Transport, kernel: Kernel) -> None:
         self.comm, self.kernel = comm, kernel
-        self.rank, self.size, self.position, self.name = comm.rank, comm.size, comm.position, kernel.name
+        self.rank, self.size, self.position, self.in_order = comm.rank, comm.size, comm.position, comm.in_order
+        self.name = kernel.name
         self.order = ""
 
     def note(self, letter: str) -> None:

@@ -182,7 +182,10 @@ class Gradients:
 
 
 class Kernel(ABC):
-    """An attention kernel. Inputs may have any strides; the same inputs always give the same bits."""
+    """An attention kernel. Inputs may have any strides.
+
+    The same inputs always give the same bits, but for kernels that are asked for by name and say so.
+    """
 
     name: str
 
