@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=None,
         metavar="SECONDS",
-        help=f"Seconds a transfer may take before every rank stops with a report (default: {_DEFAULTS.timeout_s:g}).",
+        help="Seconds a transfer may take before every rank stops with a report (default: "
+        f"{_DEFAULTS.timeout_s:g}, or a minute less than --distributed-timeout-minutes where that is less).",
     )
     group.add_argument(
         "--fcp-max-ctas",
@@ -191,16 +192,24 @@ def begin_session(args: argparse.Namespace) -> None:
         For values or combinations that cannot work; names flag, value, reason and remedy.
     """
     if getattr(args, "context_parallel_backend", "native") != "fcp":
+        if args.rank == 0 and (unused := given_flags(args)):
+            print(
+                f"> FCP: {', '.join(unused)} given, and without effect: --context-parallel-backend is native; "
+                "pass fcp, or drop them",
+                flush=True,
+            )
         return
     features.complete(args)
     settings = settings_from_args(args)
     args.fcp_layout = settings.config.layout  # as the other settings, it may come from --fcp-config
-    if not settings.own_attention:
-        return  # one rank: Megatron's own attention, and nothing of ours in its way
+    if not settings.own_attention:  # one rank: Megatron's own attention, and nothing of ours in its way
+        if args.rank == 0:
+            print("> FCP: --context-parallel-size is 1, so Megatron's own attention runs", flush=True)
+        return
     if problems := list(features.refused(args)):
         raise ValueError("\n".join(problems))
     check_combinations(args)
-    reason = kernel_for(args, settings.config.kernel)
+    reason = kernel_for(args, settings.config.kernel, settings.windows)
     if args.rank == 0:
         tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
         chosen = settings.hardware is not None and settings.config.block_size is None
@@ -218,8 +227,14 @@ def begin_session(args: argparse.Namespace) -> None:
     session.begin(settings)
 
 
-def kernel_for(args: argparse.Namespace, name: str) -> str:
-    """Check that a kernel can do what the model needs, and say which one and why.
+def given_flags(args: argparse.Namespace) -> list[str]:
+    """FCP's own flags on a command line, all of which are unset by default."""
+    given = (name for name, value in vars(args).items() if name.startswith("fcp_") and value is not None)
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
+def kernel_for(args: argparse.Namespace, name: str, windows: Sequence[int | None] = (None,)) -> str:
+    """Check that kernels can do what the model's layers need, and say which ones and why.
 
     Raises
     ------
@@ -229,14 +244,18 @@ def kernel_for(args: argparse.Namespace, name: str) -> str:
     tp_size = args.tensor_model_parallel_size
     kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     mla = args.multi_latent_attention
-    _, reason = select_kernel(
-        name,
-        # A tensor tells where "cuda" is: on the CPU platform it is the CPU.
-        device=torch.empty(0, device=f"cuda:{args.local_rank}" if torch.cuda.is_available() else "cpu").device,
-        dtype=args.params_dtype,
-        head_dim_qk=args.qk_head_dim + args.qk_pos_emb_head_dim if mla else args.kv_channels,
-        head_dim_v=args.v_head_dim if mla else args.kv_channels,
-        num_heads=args.num_attention_heads // tp_size,
-        num_kv_heads=(args.num_attention_heads if mla else kv_heads) // tp_size,
-    )
-    return reason
+    reasons = [
+        select_kernel(
+            name,
+            # A tensor tells where "cuda" is: on the CPU platform it is the CPU.
+            device=torch.empty(0, device=f"cuda:{args.local_rank}" if torch.cuda.is_available() else "cpu").device,
+            dtype=args.params_dtype,
+            head_dim_qk=args.qk_head_dim + args.qk_pos_emb_head_dim if mla else args.kv_channels,
+            head_dim_v=args.v_head_dim if mla else args.kv_channels,
+            num_heads=args.num_attention_heads // tp_size,
+            num_kv_heads=(args.num_attention_heads if mla else kv_heads) // tp_size,
+            window=window,
+        )[1]
+        for window in sorted({window is not None for window in windows})
+    ]
+    return "; in layers with a window ".join(reasons)

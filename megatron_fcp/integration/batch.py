@@ -134,10 +134,11 @@ def check_batch(batch: Batch, run: Session) -> None:
     """Raise unless FCP's attention is there and the whole group was given this batch; drop its mask."""
     from megatron.core import parallel_state
 
+    from megatron_fcp.integration.core_attention import HOW_TO_BUILD  # imports Megatron
+
     if not run.attention_layers and parallel_state.get_pipeline_model_parallel_world_size() == 1:
         raise RuntimeError(
-            "--context-parallel-backend fcp: the model was built without FCP's attention; build its layers from "
-            "Megatron's spec functions (without --spec, or with a spec that asks the backend's core_attention())"
+            f"--context-parallel-backend fcp: the model was built without FCP's attention; {HOW_TO_BUILD}"
         )
     check_same_batch(batch, run, session.cp_group())
     batch["attention_mask"] = None

@@ -18,6 +18,10 @@ from megatron_fcp.integration.windows import layer_window
 from megatron_fcp.runtime import fcp_attention, reshuffled_attention, select_kernel
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+HOW_TO_BUILD = (
+    "build layers from Megatron's spec functions (without --spec, or with a spec that asks the backend's "
+    "core_attention())"
+)
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
@@ -45,8 +49,8 @@ class FcpCoreAttention(MegatronModule):
         Default: one over the square root of the channels of a key head.
     k_channels, v_channels : int, optional
         Channels per head, where they differ from ``config.kv_channels`` (MLA).
-    cp_comm_type : str, optional
-        Ignored: it names an exchange of Megatron's own context parallelism.
+    num_splits, cp_comm_type : optional
+        Ignored: they concern Megatron's own kernels and the exchange of its own context parallelism.
     pg_collection : ProcessGroupCollection, optional
         Its ``cp`` and ``tp`` are the context- and the tensor-parallel group.
 
@@ -138,16 +142,21 @@ class FcpCoreAttention(MegatronModule):
             Of this tensor-parallel rank's heads and this context-parallel rank's tokens.
         key, value : Tensor
             The same with ``num_kv_heads`` and their own channels.
-        attention_mask : Tensor, optional
+        attention_mask, num_splits : optional
             Ignored: the plan's documents are the mask.
-        attn_mask_type, attention_bias, num_splits
-            As Megatron passes them.
+        attn_mask_type, attention_bias : optional
+            Causal, with or without padding; and no bias.
         packed_seq_params : PackedSeqParams, optional
             Carries the layout of a batch with document boundaries.
 
         Returns
         -------
         Tensor, shape [sequence, batch, num_heads * head_dim_v] (batch is 1 for three-dimensional inputs)
+
+        Raises
+        ------
+        ValueError
+            For a bias, another mask, or fewer queries than keys, as in inference.
         """
         if attention_bias is not None:
             raise ValueError("attention_bias is not supported by FCP's attention; use rope or learned_absolute")
@@ -211,3 +220,19 @@ def wrap_core_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self) if session.current() is None else FcpCoreAttention
 
     return core_attention
+
+
+def wrap_attention_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam: a layer whose spec names another attention module is refused, on whatever pipeline stage it is."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if session.current() is None or isinstance(self.core_attention, FcpCoreAttention):
+            return
+        if self.attention_type == "self" and self.attn_mask_type in CAUSAL:
+            raise RuntimeError(
+                f"--context-parallel-backend fcp: layer {self.layer_number} was built with "
+                f"{type(self.core_attention).__name__} and not with FCP's attention; {HOW_TO_BUILD}"
+            )
+
+    return __init__

@@ -242,6 +242,7 @@ class LayoutCache:
                     self._kept.popitem(last=False)
             if self._on_new is not None and layout.plan is not None:
                 self._on_new(layout.plan)
+            layout.plan = None  # all ranks' parts, by far the largest; this rank's have been derived
         self.waits.seconds += time.perf_counter() - start
         return layout
 
@@ -264,7 +265,7 @@ class LayoutCache:
 
     def _plan(self, boundaries: Boundaries, rank: int) -> Layout:
         self.waits.planned += 1
-        return Layout(boundaries, self._settings, rank)
+        return Layout(boundaries, self._settings, rank).derived()
 
 
 def _nearest(settings: Settings) -> str:

@@ -97,7 +97,7 @@ class PlanAhead:
             ranks = torch.distributed.get_process_group_ranks(group)
             self._announcer = Announcer(ranks, self._expect, settings.config.timeout_s)
             layouts.settle = self._announcer.settle
-        atexit.register(self._report)
+        atexit.register(self.close)
 
     def read(self, item: Any) -> None:
         """Take notice of a batch that was read ahead; one that cannot be understood is left to when it is used."""
@@ -116,7 +116,7 @@ class PlanAhead:
 
     def close(self) -> None:
         """End the process and the threads, and say how planning went."""
-        atexit.unregister(self._report)
+        atexit.unregister(self.close)
         self._report()
         self._run.layouts.worker = self._run.layouts.settle = None
         self._worker.close()

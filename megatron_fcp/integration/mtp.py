@@ -24,6 +24,7 @@ from megatron_fcp.integration import session
 from megatron_fcp.integration.layouts import Layout
 from megatron_fcp.integration.packed import layout_of
 
+_FACTOR = "fcp_factor"
 _kept: WeakKeyDictionary[Layout, dict[torch.device, Successors]] = WeakKeyDictionary()
 
 
@@ -95,8 +96,8 @@ def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     """Seam: rolls by the layout of the batch, and counts the valid tokens that are left in the whole group.
 
     A loss mask loses one where a document ends. Its divisor is the mean over the group in place of the rank's own
-    number, so that the average over the group's ranks is the mean over all tokens. (Fewer valid tokens than ranks are
-    taken for as many.)
+    number, so that the average over the group's ranks is the mean over all tokens. Megatron divides by 1 at least, so
+    where there are fewer valid tokens than ranks the divisor is 1 and the mask makes up for it.
     """
 
     def roll_tensor(tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, **kwargs: Any) -> Any:
@@ -110,11 +111,17 @@ def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
             layout = layout_of(packed_seq_params, tensor.numel(), tensor.shape[0], group.rank())
             rolled = successors(layout, group, tensor.device).roll(tensor)
             count = rolled.sum()
-        is_mask = rolled is not None and rolled.is_floating_point()
-        if run is None or cp_group is None or cp_group.size() == 1 or not is_mask or count is None:
+        if run is None or cp_group is None or cp_group.size() == 1 or rolled is None or count is None:
             return rolled, count
-        total = count.clone()
+        if not rolled.is_floating_point():
+            return rolled, count  # tokens and labels; a mask is one of weights
+        rolled = rolled / getattr(tensor, _FACTOR, 1.0)
+        total = rolled.sum()
         torch.distributed.all_reduce(total, group=cp_group)
-        return rolled, total / cp_group.size()
+        mean = total / cp_group.size()
+        factor = torch.where(total > 0, 1 / mean, 1.0).clamp(min=1.0)
+        rolled = rolled * factor
+        setattr(rolled, _FACTOR, factor)  # the next depth rolls this mask again
+        return rolled, mean * factor
 
     return roll_tensor

@@ -67,6 +67,11 @@ def layout_of(packed_seq_params: Any, local_tokens: int, num_samples: int, rank:
         Size of the batch dimension; used only without ``packed_seq_params``.
     rank : int
         Rank in the context-parallel group.
+
+    Raises
+    ------
+    RuntimeError
+        If boundaries are missing where the batch has some, or those given are not of ``local_tokens``.
     """
     run = session.required()
     if packed_seq_params is not None:

@@ -77,10 +77,10 @@ class PlanWorker(Generic[T]):
             return None
 
     def close(self) -> None:
-        """End the process and the thread; requests that were not served give None."""
+        """End the process and the thread; requests that were not served give None. May be called again."""
         self._lost = True
         self._requests.put(None)
-        self._process.terminate()
+        self._process.kill()  # a process that is stopped, as by a debugger, would not hear a politer word
         self._process.join()
         self._courier.join()
 
@@ -104,6 +104,7 @@ class PlanWorker(Generic[T]):
     def _lose(self, how: str) -> None:
         if not self._lost:
             self._lost = True
+            self._process.kill()
             warnings.warn(
                 f"FCP's planning process {how}; the training thread makes the plans from now on", stacklevel=3
             )

@@ -230,6 +230,13 @@ REFUSALS: tuple[Refusal, ...] = (
         row="Schedule: CUDA graphs",
     ),
     Refusal(
+        "--optimizer-cuda-graph",
+        is_set("optimizer_cuda_graph"),
+        "while it is captured no other thread may ask the GPU anything, and FCP's watch does",
+        "leave it off",
+        row="Other flags: `--optimizer-cuda-graph`",
+    ),
+    Refusal(
         "--hybrid-context-parallel",
         is_set("hybrid_context_parallel"),
         "both decide which rank holds which tokens",

@@ -7,7 +7,7 @@ asked in :mod:`megatron_fcp.integration.features`. A place is one of its known f
 from __future__ import annotations
 
 from megatron_fcp.integration import batch, batch_older, hybrid, mtp, packed
-from megatron_fcp.integration.seams import Seam
+from megatron_fcp.integration.seams import Seam, attention_init
 
 # megatron-core releases whose seams are known and were trained with; 0.20 is Megatron-LM's main branch.
 RELEASES = ("0.16", "0.17", "0.18", "0.19", "0.20")
@@ -20,7 +20,7 @@ _ATTENTION = (
     *("self", "config", "submodules", "layer_number", "attn_mask_type", "attention_type", "cp_comm_type"),
     "pg_collection",
 )
-_ATTENTION_WHY = "builds the core attention with these arguments"
+_ATTENTION_WHY = "builds the core attention with these arguments; another one than FCP's is refused"
 _ATTENTION_MARKERS = ("submodules.core_attention(", "pg_collection=self.pg_collection", "softmax_scale=")
 _TP_RANK_WHY = "the rank that reads the data turns end-of-document tokens into cu_seqlens"
 
@@ -114,14 +114,16 @@ OTHER_FORMS: dict[str, tuple[Seam, ...]] = {
             "Attention.__init__",
             (*_ATTENTION, "pp_layer_offset"),
             _ATTENTION_WHY,
-            markers=_ATTENTION_MARKERS,
+            attention_init,
+            _ATTENTION_MARKERS,
         ),
         Seam(  # 0.16
             "megatron.core.transformer.attention",
             "Attention.__init__",
             _ATTENTION,
             _ATTENTION_WHY,
-            markers=_ATTENTION_MARKERS,
+            attention_init,
+            _ATTENTION_MARKERS,
         ),
     ),
 }

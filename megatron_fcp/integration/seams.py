@@ -1,8 +1,8 @@
 """Every place where FCP enters Megatron, in one table: where, what is expected there, and why.
 
 A seam is replaced by :mod:`megatron_fcp.integration.hooks` when its module, its name and its parameters are those of
-this table; anything else is another Megatron, and refused by name. A seam with markers is not replaced: FCP relies on
-what the source says there.
+this table; anything else is another Megatron, and refused by name. Where a seam has markers, FCP relies on what the
+source says there; most of those are not replaced.
 """
 
 from __future__ import annotations
@@ -50,6 +50,13 @@ def _core_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     from megatron_fcp.integration.core_attention import wrap_core_attention  # imports Megatron
 
     return wrap_core_attention(original)
+
+
+def attention_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrapper of the constructor of attention layers."""
+    from megatron_fcp.integration.core_attention import wrap_attention_init  # imports Megatron
+
+    return wrap_attention_init(original)
 
 
 _ROTARY = "megatron.core.models.common.embeddings.rotary_pos_embedding"
@@ -203,8 +210,9 @@ SEAMS: tuple[Seam, ...] = (
             *("self", "config", "submodules", "layer_number", "attn_mask_type", "attention_type", "cp_comm_type"),
             *("pg_collection", "pp_layer_offset", "name"),
         ),
-        "builds the core attention with these arguments",
-        markers=("submodules.core_attention(", "pg_collection=self.pg_collection", "softmax_scale="),
+        "builds the core attention with these arguments; another one than FCP's is refused",
+        attention_init,
+        ("submodules.core_attention(", "pg_collection=self.pg_collection", "softmax_scale="),
     ),
     Seam(
         "megatron.core.transformer.attention",

@@ -9,7 +9,10 @@ from typing import Literal
 from megatron_fcp.config import FcpConfig
 from megatron_fcp.config_file import read_config
 from megatron_fcp.integration.windows import model_windows
+from megatron_fcp.plan.bounded import check_limit
 from megatron_fcp.plan.cost import CostModel
+from megatron_fcp.plan.makespan import LARGEST
+from megatron_fcp.runtime.communicator import REPORT_S
 from megatron_fcp.simulate.hardware import AttentionShape, load_hardware
 
 PLAN_AHEAD = 2  # micro-batches; one would do but for batches that are quickly through
@@ -37,6 +40,10 @@ class Settings:
         ``--transformer-impl local`` has none: for packed batches and for MLA, and for windows where
         ``--reset-attention-mask`` gives boundaries, which the local implementation drops then; and where multi-token
         prediction would cross the boundaries that end-of-document tokens mark.
+    hardware : CostModel or None
+        What plans keep the makespan small on; None: they balance compute.
+    save_plans : str or None
+        Folder for the run's first plans.
     windows : tuple of int or None
         Windows of the model's layers, each once (None: whole documents), first the one that tokens are placed for.
     plan_ahead : int
@@ -74,6 +81,11 @@ def config_from_args(args: Namespace) -> tuple[FcpConfig, CostModel | None]:
             config, cost = read_config(args.fcp_config)
         except ValueError as error:
             raise ValueError(f"--fcp-config: {error}") from error
+        if config.mask != "causal":
+            raise ValueError(
+                f"--fcp-config: FCP config {args.fcp_config}: mask {config.mask} is for plans of the command line, and "
+                "Megatron trains with a causal mask; remove the entry"
+            )
     flags = {
         "block_size": args.fcp_block_size,
         "layout": args.fcp_layout,
@@ -87,6 +99,8 @@ def config_from_args(args: Namespace) -> tuple[FcpConfig, CostModel | None]:
         "head_groups": args.fcp_head_groups,
     }
     given = {name: value for name, value in flags.items() if value is not None}
+    if args.fcp_timeout is None:
+        given["timeout_s"] = min(config.timeout_s, _before_others(args))
     config = replace(config, **given)
     if args.fcp_hardware:
         cost = _cost_of(args)
@@ -98,6 +112,12 @@ def config_from_args(args: Namespace) -> tuple[FcpConfig, CostModel | None]:
             source = "--fcp-hardware" if args.fcp_hardware else "the hardware in --fcp-config"
             raise ValueError(f"{flag} {given[name]} has no effect with {source}: the planner chooses; drop {flag}")
     return config, replace(cost, ranks_per_node=config.ranks_per_node) if "ranks_per_node" in given else cost
+
+
+def _before_others(args: Namespace) -> float:
+    """A time-out that leaves FCP the time to name the cause before NCCL ends the processes at Megatron's."""
+    others = 60.0 * args.distributed_timeout_minutes
+    return max(others - REPORT_S, others / 2)
 
 
 def _cost_of(args: Namespace) -> CostModel:
@@ -158,8 +178,11 @@ def settings_from_args(args: Namespace) -> Settings:
     """
     config, hardware = config_from_args(args)
     documents = documents_of(args)
-    for micro_batch_size in {args.micro_batch_size, args.eval_micro_batch_size}:
-        config.resolve_block_size(args.seq_length * micro_batch_size // args.context_parallel_size)
+    for micro_batch_size in sorted({args.micro_batch_size, args.eval_micro_batch_size}):
+        size = config.resolve_block_size(args.seq_length * micro_batch_size // args.context_parallel_size)
+        planner_chooses = hardware is not None and config.block_size is None
+        if config.kv_buffer_tokens is not None:  # the planner may need blocks of LARGEST, and takes more where they fit
+            check_limit(config.kv_buffer_tokens, min(size, LARGEST) if planner_chooses else size)
     windows = model_windows(args)
     dropped = documents == "packed" or (documents == "eod" and windows != (None,))
     no_other = args.transformer_impl == "local" and (dropped or args.multi_latent_attention)

@@ -21,6 +21,8 @@ class PlanWaits:
         It had been used before.
     seconds : float
         Time of the training thread from asking to having, all calls together.
+    told : float
+        Seconds up to the last log line.
     """
 
     ready: int = 0
@@ -28,7 +30,7 @@ class PlanWaits:
     planned: int = 0
     repeated: int = 0
     seconds: float = 0.0
-    told: float = 0.0  # seconds up to the last log line
+    told: float = 0.0
 
     def since_last(self, reset: bool) -> float:
         """Seconds since the last call with ``reset``."""

@@ -160,3 +160,34 @@ def test_batches_that_contradict_themselves_are_refused(training_loop: TrainingL
     assert "24" in longer
     assert "document 0 holds 9 tokens" in odd
     assert "begin with 0" in late
+
+
+def kept(layout_name: str) -> list[Any]:
+    """Runs in a rank: whether a layout that the cache keeps still holds its plan, and what layers get of it."""
+    import gc
+    import weakref
+
+    import torch
+
+    from megatron_fcp.config import FcpConfig
+    from megatron_fcp.integration.layouts import Boundaries, LayoutCache
+    from megatron_fcp.integration.settings import Settings
+
+    config = FcpConfig(block_size=4, layout=layout_name)  # type: ignore[arg-type]
+    plans: list[Any] = []
+    cache = LayoutCache(
+        Settings(config, 2, 24, "packed", "sequence", True, windows=(None, 5)),
+        on_new=lambda plan: plans.append(weakref.ref(plan)),
+    )
+    layout = cache.get(Boundaries.of_packed(torch.tensor([0, 1, 5, 5, 24, 31, 48]), 24), 1)
+    gc.collect()
+    host = torch.device("cpu")
+    calls = [len(layout.compiled(host, window).calls) > 0 for window in (None, 5)]
+    moves = layout_name == "resident" or layout.route(host).route.num_source == 24
+    return [len(plans), plans[0]() is None, *calls, moves]
+
+
+@pytest.mark.parametrize("layout", ["resident", "reshuffle"])
+def test_a_kept_layout_holds_one_ranks_part_of_the_plan(training_loop: TrainingLoop, layout: str) -> None:
+    """Of 128 ranks with 8,192 tokens each, plans took about 5 MB and a rank's part 0.6; a rank keeps 32 layouts."""
+    assert training_loop.call("test_fcp_batch:kept", layout) == [1, True, True, True, True]

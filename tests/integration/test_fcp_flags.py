@@ -39,7 +39,8 @@ DECIDED: dict[str, str] = {
         attention_backend attention_dropout batch_invariant_mode cp_comm_type cpu_offloading_num_layers cuda_graph_impl
         decoder_seq_length enable_cuda_graph experimental_attention_variant external_cuda_graph fake_process_group
         fine_grained_activation_offloading flash_attention_version flash_decode hierarchical_context_parallel_sizes
-        hybrid_context_parallel log_max_attention_logit offload_modules qk_clip use_kitchen_attention""",
+        hybrid_context_parallel log_max_attention_logit offload_modules optimizer_cuda_graph qk_clip
+        use_kitchen_attention""",
     "settings of something refused, without effect alone": """
         activation_offload_fraction cpu_offloading_retain_pinned_cpu_buffers cuda_graph_modules
         cuda_graph_scope_deprecated cuda_graph_warmup_steps decode_only_cuda_graphs delay_offload_until_cuda_graph
@@ -60,7 +61,7 @@ DECIDED: dict[str, str] = {
         batch_size decrease_batch_size_if_needed fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer
         fsdp_manual_registration loss_scale_window megatron_fsdp_enable_fine_grained_param_gather
         megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype
-        megatron_fsdp_max_pool_double_buffer optimizer_cpu_offload optimizer_cuda_graph optimizer_offload_fraction
+        megatron_fsdp_max_pool_double_buffer optimizer_cpu_offload optimizer_offload_fraction
         per_dataset_sequences_path strict_fsdp_dtensor_load torch_fsdp2_reshard_after_forward
         use_torch_optimizer_for_cpu_offload""",
     "of no effect on FCP: which fused kernel, which mask tensor, what is logged": """

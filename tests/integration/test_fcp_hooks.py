@@ -7,8 +7,10 @@ import sys
 from typing import Any
 
 import pytest
+from fcp_runs import fcp
 
-from megatron_fcp.testing.loop import TrainingLoop
+from megatron_fcp.testing.loop import TrainingJob, TrainingLoop, tiny_model_args
+from megatron_fcp.testing.pool import JobError
 
 pytestmark = pytest.mark.megatron
 
@@ -152,3 +154,13 @@ def test_model_without_fcps_attention_is_noticed(training_loop: TrainingLoop) ->
     message = training_loop.call("test_fcp_hooks:model_of_others", None)
     assert "--context-parallel-backend fcp" in message
     assert "--spec" in message
+
+
+def test_a_spec_with_another_attention_is_refused_on_every_stage(training_loop: TrainingLoop) -> None:
+    """Where a stage has no batch of its own to look at, such a model trained, and learned from wrong attention."""
+    flags = fcp("resident", pipeline_model_parallel_size=2, spec=("foreign_spec", "layer"))
+    with pytest.raises(JobError) as failed:
+        training_loop.run(TrainingJob(tiny_model_args(**flags), 4, grace=30))
+    for rank in failed.value.ranks:
+        assert "layer 1 was built with ForeignAttention" in rank.error or "layer 2 was built with" in rank.error
+        assert "--spec" in rank.error

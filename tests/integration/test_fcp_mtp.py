@@ -54,3 +54,28 @@ def test_depth_2(runs: Runs, world_size: int, flags: dict[str, Any], layout: str
 def test_one_rank_stops_at_end_of_document_tokens_as_well(runs: Runs) -> None:
     one = {"context_parallel_backend": "fcp"}
     assert_equal(runs(model=ONE, **one, **EOD), runs(model=ONE, **one, **INDEX))
+
+
+def one_valid_token() -> None:
+    """Runs in the ranks: each sample has a single token that counts, elsewhere in every sample."""
+    import torch
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    original = GPTDataset.__getitem__
+
+    def __getitem__(self: Any, idx: int) -> Any:
+        sample = original(self, idx)
+        mask = sample["loss_mask"]
+        sample["loss_mask"] = torch.zeros_like(mask)
+        sample["loss_mask"][7 * (idx or 0) % mask.numel()] = 1
+        return sample
+
+    GPTDataset.__getitem__ = __getitem__
+
+
+@pytest.mark.feature("Loss: multi-token prediction, fewer valid tokens than ranks")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fewer_valid_tokens_than_ranks(runs: Runs, layout: str) -> None:
+    before = ("test_fcp_mtp:one_valid_token",)
+    reference = runs(model=TWO, context_parallel_backend="fcp", before=before, **INDEX)
+    assert_equal(runs(2, TWO, before=before, **fcp(layout), **INDEX), reference)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -153,54 +153,61 @@ def test_bad_boundaries_stop_all_ranks_when_their_batch_is_used(runs: Runs) -> N
     assert "iteration        1/" in failed.value.ranks[-1].log  # four batches went before
 
 
-def units(_: object) -> dict[str, Any]:
-    """Runs in a rank: the iterator and the worker by themselves."""
-    import torch
+class Faulty:
+    """Gives 1, 3, 4, ... and fails in between."""
 
-    from megatron_fcp.integration.announce import packed, unpacked
-    from megatron_fcp.integration.layouts import Boundaries
+    name = "a user's iterator"
+    at = 0
+
+    def __iter__(self) -> Faulty:
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at == 2:
+            raise OSError("disk")
+        return self.at
+
+
+def read_ahead(_: object) -> dict[str, Any]:
+    """Runs in a rank: the iterator by itself."""
     from megatron_fcp.integration.look_ahead import LookAhead
-    from megatron_fcp.integration.plan_worker import PlanWorker
-
-    def source() -> Iterator[int]:
-        yield from range(4)
 
     seen: list[int] = []
-    ahead = LookAhead(source(), 2, seen.append)
+    ahead = LookAhead(iter(range(4)), 2, seen.append)
     order = [(next(ahead), list(seen)) for _ in range(4)]
-    ends = 0
-    for _ in range(2):
-        try:
-            next(ahead)
-        except StopIteration:
-            ends += 1
+    ends = [next(ahead, "end") for _ in range(2)]
 
-    class Faulty:
-        name = "a user's iterator"
-        at = 0
-
-        def __iter__(self) -> Faulty:
-            return self
-
-        def __next__(self) -> int:
-            self.at += 1
-            if self.at == 2:
-                raise OSError("disk")
-            return self.at
-
-    faulty, found = LookAhead(Faulty(), 3, lambda _: None), []
+    faulty = LookAhead(Faulty(), 3, lambda _: None)
+    found: list[Any] = []
     for _ in range(4):
         try:
             found.append(next(faulty))
         except OSError as error:
             found.append(str(error))
+    return {"order": order, "ends": ends, "found": found, "name": faulty.name}
 
-    def double(value: int) -> int:
-        if value < 0:
-            raise ValueError("negative")
-        if value == 99:
-            time.sleep(60)
-        return 2 * value
+
+def test_iterator_reads_ahead(training_loop: TrainingLoop) -> None:
+    result = training_loop.call("test_fcp_plan_ahead:read_ahead", None)
+    assert result["order"] == [(0, [0, 1, 2]), (1, [0, 1, 2, 3]), (2, [0, 1, 2, 3]), (3, [0, 1, 2, 3])]
+    assert result["ends"] == ["end", "end"]
+    assert result["found"] == [1, "disk", 3, 4]  # an error comes in its turn, and what follows it is not lost
+    assert result["name"] == "a user's iterator"  # a loader that saves its state is still found
+
+
+def double(value: int) -> int:
+    """What the worker makes of a request: fails for negative numbers, sleeps on 99."""
+    if value < 0:
+        raise ValueError("negative")
+    if value == 99:
+        time.sleep(60)
+    return 2 * value
+
+
+def work(_: object) -> dict[str, Any]:
+    """Runs in a rank: the worker by itself."""
+    from megatron_fcp.integration.plan_worker import PlanWorker
 
     finished: list[int] = []
     worker = PlanWorker(double, finished.append, patience_s=1.0)
@@ -212,32 +219,56 @@ def units(_: object) -> dict[str, Any]:
         answers.append(worker.result(worker.submit(5)))
     worker.close()
     alive = os.path.exists(f"/proc/{pid}")
+    return {"answers": answers, "finished": finished, "told": [str(w.message) for w in told], "alive": alive}
+
+
+def stopped(_: object) -> dict[str, Any]:
+    """Runs in a rank: a worker that somebody stopped, as a debugger or a frozen control group does."""
+    from megatron_fcp.integration.plan_worker import PlanWorker
+
+    worker = PlanWorker(double, lambda value: None, patience_s=0.5)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    answer = worker.result(worker.submit(1))
+    closed = threading.Thread(target=worker.close, daemon=True)
+    closed.start()
+    closed.join(10)
+    ended = not closed.is_alive()
+    if not ended:
+        os.kill(worker.pid, signal.SIGKILL)
+    return {"answer": answer, "ended": ended}
+
+
+@pytest.mark.filterwarnings("ignore:FCP's planning process did not answer")
+def test_a_stopped_worker_is_ended(training_loop: TrainingLoop) -> None:
+    assert training_loop.call("test_fcp_plan_ahead:stopped", None) == {"answer": None, "ended": True}
+
+
+def test_worker(training_loop: TrainingLoop) -> None:
+    result = training_loop.call("test_fcp_plan_ahead:work", None)
+    assert result["answers"] == [2, None, 6, None, None]
+    assert result["finished"] == [2, 6]
+    assert [("did not answer for 1 s" in text) for text in result["told"]] == [True]
+    assert not result["alive"]
+
+
+def announced(_: object) -> dict[str, Any]:
+    """Runs in a rank: boundaries as a message, and back."""
+    import torch
+
+    from megatron_fcp.integration.announce import packed, unpacked
+    from megatron_fcp.integration.layouts import Boundaries
+
     pair = [Boundaries.of_packed(torch.tensor([[0, 3, 8, 8], [0, 8, 8, 8]]), 8), Boundaries.of_samples(2, 8)]
     again = unpacked(packed(pair))
     return {
-        "order": order,
-        "ends": ends,
-        "found": found,
-        "name": faulty.name,
-        "answers": answers,
-        "finished": finished,
-        "told": [str(w.message) for w in told],
-        "alive": alive,
         "keys": [a.key == b.key for a, b in zip(pair, again, strict=True)],
         "offsets": pair[0].offsets.tolist(),
     }
 
 
-def test_iterator_worker_and_message(training_loop: TrainingLoop) -> None:
-    result = training_loop.call("test_fcp_plan_ahead:units", None)
-    assert result["order"] == [(0, [0, 1, 2]), (1, [0, 1, 2, 3]), (2, [0, 1, 2, 3]), (3, [0, 1, 2, 3])]
-    assert result["ends"] == 2
-    assert result["found"] == [1, "disk", 3, 4]  # an error comes in its turn, and what follows it is not lost
-    assert result["name"] == "a user's iterator"  # a loader that saves its state is still found
-    assert result["answers"] == [2, None, 6, None, None]
-    assert result["finished"] == [2, 6]
-    assert [("did not answer for 1 s" in text) for text in result["told"]] == [True]
-    assert not result["alive"]
+def test_message_carries_boundaries(training_loop: TrainingLoop) -> None:
+    result = training_loop.call("test_fcp_plan_ahead:announced", None)
     assert result["keys"] == [True, True]
     assert result["offsets"] == [0, 3, 8, 16]
 

@@ -62,6 +62,7 @@ CASES = [
         "--experimental-attention-variant dsa",
     ),
     case("Attention: Kitchen's", {"use_kitchen_attention": True}, "--use-kitchen-attention "),
+    case("Other flags: `--optimizer-cuda-graph`", {"optimizer_cuda_graph": True}, "--optimizer-cuda-graph "),
     case(
         "Models: hybrid (Mamba)",
         {"hybrid_layer_pattern": "M*M*", **RESIDENT},
