@@ -12,8 +12,9 @@ PYTHON ?= $(shell $(FIND_PYTHON))
 
 help:
 	@echo "make quickstart   install, then train on 4 CPU ranks with FCP and compare with one rank"
-	@echo "make test         install, then lint and run every test that fits 25 minutes on 2 cores"
+	@echo "make test         install, then lint and run every test that fits 30 minutes on 2 cores"
 	@echo "make test-all     make test plus the long sweeps"
+	@echo "make lint         style, types and one-way imports"
 	@echo "make matrix       write docs/matrix.md, which feature works in which layout, from the tests"
 	@echo "make bench        planning time on this machine"
 

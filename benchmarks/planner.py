@@ -68,7 +68,9 @@ def curve(path: str | None, hardware: str) -> None:
     figure, axis = plt.subplots(figsize=(5.2, 3.2))
     axis.loglog([b for _, b, _ in points], [t * 1e3 for _, _, t in points], "o-", color="black")
     for cp_size, blocks, seconds in points:
-        axis.annotate(f"{cp_size}", (blocks, seconds * 1e3), textcoords="offset points", xytext=(4, -11), fontsize=8)
+        place = {"textcoords": "offset points", "xytext": (-5, 5), "ha": "right"}
+        axis.annotate(f"{cp_size}", (blocks, seconds * 1e3), fontsize=8, **place)
+    axis.margins(0.1)
     axis.set_xlabel("blocks (labels: ranks)")
     axis.set_ylabel("planning time, ms of one core")
     axis.grid(alpha=0.3, which="both")

@@ -146,7 +146,9 @@ def main() -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     print("Corpus: the Python standard library, byte by byte, one document per file", flush=True)
-    subprocess.run([sys.executable, "-m", "megatron_fcp.testing.corpus", str(out / "stdlib")], check=True, cwd=ROOT)
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}  # Megatron warns of each GPU package that is not there
+    corpus = [sys.executable, "-m", "megatron_fcp.testing.corpus", str(out / "stdlib")]
+    subprocess.run(corpus, check=True, cwd=ROOT, env=quiet)
     flags = training_flags(options, out, pretrained_checkpoint=initial_weights(options, out))
     fcp = ["--context-parallel-backend", "fcp", "--fcp-layout", options.layout]
     plans = out / "plans"
