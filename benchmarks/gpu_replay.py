@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from gpu_common import machine, parser, write
 
-from megatron_fcp.commands.replay import HELD_STAGES, combine, fit_pass
+from megatron_fcp.commands.replay import combine, fit_pass
 from megatron_fcp.plan.planfile import write_plan
 from megatron_fcp.runtime.kernels import select_kernel
 from megatron_fcp.runtime.replay import ReplayShape, StageSeconds, replay_rank
@@ -48,7 +48,7 @@ def main() -> None:
         num_kv_heads=args.num_kv_heads,
     )  # fmt: skip
     print(reason, flush=True)
-    programs = [plan_program(plan, case, backward=b, held_stages=HELD_STAGES) for b in (False, True)]
+    programs = [plan_program(plan, case, backward=b, wait_for_room=True) for b in (False, True)]
     heaviest_first = np.argsort(-programs[0].run().compute, kind="stable").tolist()
     deadline = time.monotonic() + args.seconds
     times: list[StageSeconds] = []

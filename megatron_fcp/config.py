@@ -35,14 +35,16 @@ def check_at_least(flag: str, value: object, lowest: int) -> int:
     return int(value)
 
 
-def check_stream(cp_size: object, tokens_per_rank: object) -> tuple[int, int]:
-    """Both as ints, if that many ranks of that many tokens can be planned, else a ValueError naming the flag."""
-    ranks = check_at_least("--context-parallel-size", cp_size, 1)
-    tokens = check_at_least("tokens per rank", tokens_per_rank, 1)
+def check_stream(
+    cp_size: object, tokens_per_rank: object, names: tuple[str, str] = ("--context-parallel-size", "tokens per rank")
+) -> tuple[int, int]:
+    """Both as ints, if that many ranks of that many tokens can be planned, else a ValueError with their ``names``."""
+    ranks = check_at_least(names[0], cp_size, 1)
+    tokens = check_at_least(names[1], tokens_per_rank, 1)
     if ranks * tokens > MAX_STREAM:
         raise ValueError(
-            f"{ranks} ranks of {tokens} tokens make a stream of {ranks * tokens} tokens; at most {MAX_STREAM} can be "
-            f"planned together: with --context-parallel-size {ranks}, at most {MAX_STREAM // ranks} per rank"
+            f"{names[0]} {ranks} times {names[1]} {tokens} is a stream of {ranks * tokens:,} tokens; at most "
+            f"{MAX_STREAM:,} can be planned together: {MAX_STREAM // ranks:,} per rank on {ranks:,} ranks"
         )
     return ranks, tokens
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_fcp.commands.arguments import at_least, naming_flag
 from megatron_fcp.commands.output import check_output, naming, note, print_json, print_table, progress
-from megatron_fcp.commands.scenario import check_stream
+from megatron_fcp.config import check_stream
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.compare import Cell, Sweep, draw, ratios
 from megatron_fcp.simulate.hardware import load_hardware
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate every cell and print."""
     check_systems(arguments.systems)
     check_output("--picture", arguments.picture, picture=True)
-    check_stream(max(arguments.scales), arguments.tokens_per_rank, "--scales")
+    check_stream(max(arguments.scales), arguments.tokens_per_rank, ("--scales", "--tokens-per-rank"))
     for name in arguments.hardware:
         for scale in arguments.scales:
             with naming_flag("--hardware", name):

@@ -40,7 +40,6 @@ from megatron_fcp.simulate.kernel_fit import KernelFit, fit_kernel
 from megatron_fcp.simulate.kernels import BACKWARD_FLOPS
 from megatron_fcp.simulate.lower import plan_program
 from megatron_fcp.simulate.program import COMPUTE, Program, Timeline
-from megatron_fcp.simulate.step import HELD_STAGES
 
 if TYPE_CHECKING:
     from megatron_fcp.runtime.replay import StageSeconds
@@ -90,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             plan.table.document_length, plan.cp_size, plan.tokens_per_rank, hardware, shape, window=plan.table.window
         )
     passes = [False] if arguments.forward_only else [False, True]
-    programs = [plan_program(plan, case, backward=b, held_stages=HELD_STAGES) for b in passes]
+    programs = [plan_program(plan, case, backward=b, wait_for_room=True) for b in passes]
     ranks = choose_ranks(arguments.ranks, programs[0].run().compute)
     measured, how = _measure(plan, ranks, arguments)
     results = [combine(plan, case, program, measured, backward=b) for program, b in zip(programs, passes)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fcp.commands.arguments import at_least, file_plan, naming_flag, own_flags, read_lengths
-from megatron_fcp.config import MAX_STREAM, FcpConfig
+from megatron_fcp.config import FcpConfig, check_stream
 from megatron_fcp.plan.arrays import FloatArray, IntArray
 from megatron_fcp.plan.plan import Plan
 from megatron_fcp.simulate.case import Case
@@ -140,7 +140,7 @@ def scenario_from(args: argparse.Namespace) -> Scenario:
     cp_size, tokens = args.cp_size or CP_SIZE, args.tokens_per_rank or TOKENS_PER_RANK
     if plan:
         cp_size, tokens = plan.cp_size, plan.tokens_per_rank
-    check_stream(cp_size, tokens)
+    check_stream(cp_size, tokens, ("--cp-size", "--tokens-per-rank"))
     if plan:
         lengths: IntArray = plan.table.document_length
     elif args.lengths:
@@ -178,21 +178,6 @@ def _windows(
             "tokens are placed for those; plan again without --window"
         )
     return model, placed
-
-
-def check_stream(cp_size: int, tokens_per_rank: int, flag: str = "--cp-size") -> None:
-    """Refuse a stream that would take minutes to draw and hours to plan.
-
-    Raises
-    ------
-    ValueError
-        Naming both flags.
-    """
-    if cp_size * tokens_per_rank > MAX_STREAM:
-        raise ValueError(
-            f"{flag} {cp_size} times --tokens-per-rank {tokens_per_rank} is a stream of {cp_size * tokens_per_rank:,} "
-            f"tokens; up to {MAX_STREAM:,} can be planned, so lower one of the two"
-        )
 
 
 def fitting_lengths(source: str, room: int, remedy: str = "--cp-size or --tokens-per-rank") -> IntArray:

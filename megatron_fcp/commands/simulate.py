@@ -69,7 +69,7 @@ def _print_attention(title: str, f: dict[str, Any]) -> None:
     passes = (f["forward"], f["backward"])
     rows: list[list[str]] = [
         ["efficiency", *(percent(p["efficiency"]) for p in passes)],
-        ["  with buffers for two stages", *(percent(p["efficiency_two_stage_buffers"]) for p in passes)],
+        ["  as the runtime waits for room", *(percent(p["efficiency_as_run"]) for p in passes)],
         ["  if nobody ever waited", *(percent(p["efficiency_if_nobody_waited"]) for p in passes)],
         ["makespan of one attention", *(duration(p["makespan_s"]) for p in passes)],
         ["kernel time, max / mean", *(f"{p['compute_imbalance']:.3f}" for p in passes)],

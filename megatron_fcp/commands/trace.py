@@ -7,7 +7,6 @@ import argparse
 from megatron_fcp.commands.output import check_output, long_work, naming, print_json
 from megatron_fcp.commands.scenario import add_model_arguments, add_scale_arguments, scenario_from
 from megatron_fcp.simulate.lower import plan_program
-from megatron_fcp.simulate.step import HELD_STAGES
 from megatron_fcp.simulate.trace import measured_events, read_recording, trace_events, write_trace
 
 
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
             measured = measured_events(read_recording(arguments.recording, plan.digest))
         step("planned")
         for backward in (False, True):
-            timeline = plan_program(plan, case, backward=backward, held_stages=HELD_STAGES).run()
+            timeline = plan_program(plan, case, backward=backward, wait_for_room=True).run()
             name = "backward" if backward else "forward"
             events += trace_events(timeline, shift_s=shift, name=name)
             shift += timeline.makespan

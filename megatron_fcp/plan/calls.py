@@ -23,8 +23,8 @@ from megatron_fcp.plan.jit import njit
 from megatron_fcp.plan.placement import Placement
 from megatron_fcp.plan.schedule import CommSchedule
 
-MOST_PARTS = 8  # of a stage
-LEAST_PART = 2048  # KV tokens, below which kernels lose shape
+MOST_PARTS = 16  # of a stage
+LEAST_PART = 4096  # KV tokens, below which kernels lose shape
 GRAIN = 32  # share of the local pairs that is not worth a cut inside a document
 HALVES = frozen([8, 16])  # sixteenths of the local pairs at which parts of the local stage end
 STEPS = frozen([6, 9, 11, 13, 15, 16])  # the same where much goes home behind the last stage

@@ -8,7 +8,9 @@ to make room::
     stages         1    2    3    4    5    6
     held at 5           2    3    4    5           if these four fit; stage 1 is attended to by then
 
-Ranks whose KV fits as a whole never wait. Without waves, two stages are held.
+Ranks whose KV fits as a whole never wait, and neither does anybody where blocks are passed on without waves: the
+partial dKV of all stages, in fp32, is held there until the last pull is in, and forward holds less than that. Where
+owners send all that they have, two stages are held.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from megatron_fcp.plan.schedule import CommSchedule
 from megatron_fcp.plan.transfers import message_tokens
 
 
-def attended_before(table: BlockTable, schedule: CommSchedule) -> tuple[IntArray, ...]:
+def attended_before(table: BlockTable, schedule: CommSchedule, *, all_at_once: bool) -> tuple[IntArray, ...]:
     """Stage up to which a rank has attended when it begins to pull each stage, shape [num_stages + 1] per rank.
 
-    0: none but the local one, which takes no room.
+    0: none but the local one, which takes no room. ``all_at_once``: without waves all stages may be held.
     """
     ends = schedule.stage_ends
+    if schedule.waves is None and all_at_once:
+        return tuple(np.zeros(e.size + 1, dtype=np.int64) for e in ends)
     if schedule.waves is None:
         return tuple(np.maximum(np.arange(e.size + 1) - BUFFERS, 0) for e in ends)
     ptr = offsets([e.size for e in ends])

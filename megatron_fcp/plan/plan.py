@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 import numpy as np
@@ -95,7 +95,7 @@ class Plan:
     @cached_property
     def attended(self) -> tuple[IntArray, ...]:
         """Stage up to which each rank has attended when it begins to pull each of its stages."""
-        return attended_before(self.table, self.schedule)
+        return attended_before(self.table, self.schedule, all_at_once=self.fine_backward)
 
     @cached_property
     def layout(self) -> PlanLayout:
@@ -117,7 +117,7 @@ class Plan:
         if table.window is not None:
             kind = f"fcp-plan/2 {table.mask} window {table.window} "
         if self.push_prices != PushPrices():
-            kind += f"push {self.push_prices.token} {self.push_prices.message} "
+            kind += f"push {' '.join(map(str, astuple(self.push_prices)))} "
         sha = hashlib.sha256(kind.encode())
         for part in parts:
             sha.update(np.int64(part.size).astype("<i8").tobytes())

@@ -10,8 +10,9 @@
      "ranks_per_node": G, "digest": "..."}
 
 Four keys appear only where the plan needs them: ``"mask": "full"`` (default: causal), ``"document_starts"`` where the
-stream holds padding between documents, ``"push_prices": [token, message]`` where backward's pushes cost more than by
-default (:class:`megatron_fcp.plan.cost.PushPrices`), and, where ranks may not hold all that they receive, ``"waves":
+stream holds padding between documents, ``"push_prices": [token, inside, message]`` where backward's pushes do not cost
+what they do by default (:class:`megatron_fcp.plan.cost.PushPrices`), and, where ranks may not hold all that they
+receive, ``"waves":
 {"ends": [last round of each], "held_tokens": most}`` (:mod:`plan.waves`). Equal plans give equal bytes.
 
 A plan for a window is an ``fcp-plan/2``: the same keys and ``"window": W``, tokens before a query that it attends to at
@@ -27,7 +28,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -86,7 +87,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     if (table.document_start != offsets(table.document_length)[:-1]).any():
         content["document_starts"] = table.document_start.tolist()
     if plan.push_prices != PushPrices():
-        content["push_prices"] = [plan.push_prices.token, plan.push_prices.message]
+        content["push_prices"] = list(astuple(plan.push_prices))
     if schedule.waves is not None:
         content["waves"] = {"ends": schedule.waves.ends.tolist(), "held_tokens": schedule.waves.held_tokens}
     if table.window is not None:
@@ -222,8 +223,8 @@ def _prices(fields: dict[str, Any]) -> PushPrices:
     if "push_prices" not in fields:
         return PushPrices()
     prices = _integers(fields["push_prices"], "push_prices")
-    if len(prices) != 2:
-        raise ValueError(f"push_prices must be [token, message], not {len(prices)} numbers")
+    if len(prices) != 3:
+        raise ValueError(f"push_prices must be [token, inside, message], not {len(prices)} numbers")
     return PushPrices(*prices)
 
 

@@ -1,9 +1,10 @@
 """The order in which a rank posts transfers and runs kernels: a straight line of steps, nothing left to decide.
 
 All ranks post their exchanges in one shared order (pull rounds, with each push round at its place between them), so
-that even a transport in which a send blocks until it is received cannot deadlock. At most two stages of KV are held:
-a rank posts the pulls of stage ``s`` only once it has attended to stage ``s - 2``. In waves it waits for what makes
-room (:mod:`plan.held`), and pushes go between the pulls of waves (:mod:`plan.push_waves`).
+that even a transport in which a send blocks until it is received cannot deadlock. Where owners send all that they
+have, two stages of KV are held: a rank posts the pulls of stage ``s`` only once it has attended to stage ``s - 2``. In
+waves it waits for what makes room (:mod:`plan.held`), and pushes go between the pulls of waves
+(:mod:`plan.push_waves`).
 
 ::
 

@@ -11,7 +11,7 @@ import heapq
 
 import numpy as np
 
-from megatron_fcp.plan.arrays import IntArray
+from megatron_fcp.plan.arrays import IntArray, Scalar
 from megatron_fcp.plan.backward import transfer_arrays
 from megatron_fcp.plan.blocks import BlockTable
 from megatron_fcp.plan.calls import Calls, message_stages
@@ -22,20 +22,21 @@ from megatron_fcp.plan.program import LOCAL
 from megatron_fcp.plan.schedule import CommSchedule, tier_of
 from megatron_fcp.plan.transfers import message_tokens
 
-INSIDE = 8  # times cheaper is a token inside a node
-
 
 def call_times(
     table: BlockTable, schedule: CommSchedule, calls: Calls, ranks_per_node: int, prices: PushPrices
-) -> tuple[IntArray, IntArray, IntArray]:
-    """When each call begins and ends, and when each pull starts; calls wait for the pulls of their stage."""
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """When each call begins and ends, when each pull starts, and when pulls leave each link free (see :func:`play`).
+
+    Calls wait for the pulls of their stage.
+    """
     m = schedule.messages
     tier = tier_of(m.src, m.dst, ranks_per_node)
     duration = prices.message + message_tokens(table, m) * per_token(prices)[tier] // 2
     stage = message_stages(schedule)
     before = np.zeros((2, len(m)), dtype=np.int64)  # calls of the sender and of the receiver that make room
     if schedule.waves is not None:
-        room = attended_when_posted(schedule, attended_before(table, schedule))
+        room = attended_when_posted(schedule, attended_before(table, schedule, all_at_once=True))
         before = np.where(room > LOCAL, _calls_through(calls)[np.stack([m.src, m.dst]), room], 0)
     return _run_calls(
         m.src, m.dst, m.ptr, _feeders(schedule, table.num_blocks), tier, duration, stage, before, calls.ptr,
@@ -54,7 +55,7 @@ def _calls_through(calls: Calls) -> IntArray:
 
 def per_token(prices: PushPrices) -> IntArray:
     """Price of a token by tier."""
-    return np.array([prices.token // INSIDE, prices.token])
+    return np.array([prices.inside, prices.token])
 
 
 def _feeders(schedule: CommSchedule, num_blocks: int) -> IntArray:
@@ -71,7 +72,7 @@ def _feeders(schedule: CommSchedule, num_blocks: int) -> IntArray:
 def _run_calls(
     src: IntArray, dst: IntArray, ptr: IntArray, feeder: IntArray, tier: IntArray, duration: IntArray,
     stage: IntArray, before: IntArray, call_ptr: IntArray, call_stage: IntArray, pairs: IntArray,
-) -> tuple[IntArray, IntArray, IntArray]:  # fmt: skip
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:  # fmt: skip
     """When each call begins and ends and each message starts; messages are posted in order."""
     num_ranks = call_ptr.size - 1
     leaves, enters = np.zeros((2, num_ranks), dtype=np.int64), np.zeros((2, num_ranks), dtype=np.int64)
@@ -103,7 +104,7 @@ def _run_calls(
         arrived[i] = start + duration[i]
         leaves[tier[i], src[i]] = enters[tier[i], dst[i]] = arrived[i]
         ready[dst[i], stage[i]] = max(ready[dst[i], stage[i]], arrived[i])
-    return begin, end, arrived - duration
+    return begin, end, arrived - duration, np.concatenate((leaves.ravel(), enters.ravel()))
 
 
 @njit(cache=True)
@@ -119,9 +120,9 @@ def begun(ptr: IntArray, begin: IntArray, rank: IntArray, when: IntArray) -> Int
 @njit(cache=True)
 def play(
     src: IntArray, dst: IntArray, tier: IntArray, ready: IntArray, duration: IntArray, child_ptr: IntArray,
-    child: IntArray, free_at: IntArray,
+    child: IntArray, urgency: IntArray, free_at: IntArray,
 ) -> IntArray:  # fmt: skip
-    """When each push starts: once it is ready and both links are free, first come, first served.
+    """When each push starts: once it is ready and both links are free; the most urgent first, then the first to come.
 
     ``free_at``: when each link is free, of senders, then of receivers, by tier, shape [4 * num_ranks]; kept up.
     What finds a link busy waits in that link's queue, so that nothing is looked at more often than links become free.
@@ -156,12 +157,7 @@ def play(
             enters = (2 + tier[i]) * num_ranks + dst[i]
             if free_at[leaves] > now or free_at[enters] > now:
                 queue = leaves if free_at[leaves] > now else enters
-                behind[i] = -1
-                if first[queue] < 0:
-                    first[queue] = i
-                else:
-                    behind[last[queue]] = i
-                last[queue] = i
+                _enqueue(i, queue, urgency, first, last, behind)
             else:
                 start[i] = now
                 end = now + duration[i]
@@ -177,6 +173,23 @@ def play(
             if link < 0:
                 break
     return start
+
+
+@njit(cache=True)
+def _enqueue(i: Scalar, queue: Scalar, urgency: IntArray, first: IntArray, last: IntArray, behind: IntArray) -> None:
+    """Put ``i`` behind all in the queue that are as urgent."""
+    before, after = -1, first[queue]
+    if after >= 0 and urgency[last[queue]] >= urgency[i]:
+        before, after = last[queue], -1
+    while after >= 0 and urgency[after] >= urgency[i]:
+        before, after = after, behind[after]
+    behind[i] = after
+    if before < 0:
+        first[queue] = i
+    else:
+        behind[before] = i
+    if after < 0:
+        last[queue] = i
 
 
 @njit(cache=True)

@@ -32,6 +32,7 @@ from megatron_fcp.plan.transfers import Messages
 CHUNK_TOKENS = 1024  # at least, of a document per rank of a node, between which trees change
 CHUNK_MESSAGES = 4  # so much longer than it costs by itself should a chunk travel
 RUN_BLOCKS = 4  # consecutive blocks with the same leader in a node
+GRACE = 4  # share of the pass that others may be busier than who cannot wait, and still collect for them
 
 
 def push_by_tree(
@@ -44,12 +45,10 @@ def push_by_tree(
 ) -> PushSchedule:
     """Push rounds for ``schedule``, all of them behind its pulls."""
     _, _, dst, block = transfer_arrays(schedule)
-    begin, end, _ = call_times(table, schedule, calls, ranks_per_node, prices)
+    begin, end, _, free_at = call_times(table, schedule, calls, ranks_per_node, prices)
     hurried = np.zeros(placement.cp_size, dtype=np.bool_)
-    p = climb(table, placement, (dst, block, calls.of_transfer), hurried, ranks_per_node, prices)
-    when = play(
-        p.src, p.dst, p.tier, end[p.call], p.duration, p.child_ptr, p.child, np.zeros(4 * placement.cp_size, np.int64)
-    )
+    p = climb(table, placement, (dst, block, calls.of_transfer), end, hurried, ranks_per_node, prices)
+    when = play(p.src, p.dst, p.tier, end[p.call], p.duration, p.child_ptr, p.child, p.depth, free_at)
     order = np.argsort(when, kind="stable")
     round_ = cut_rounds(p.src, p.dst, p.tier, order, p.child_ptr, p.child, placement.cp_size)
     in_rounds = np.lexsort((p.dst, p.src, round_))
@@ -69,8 +68,8 @@ class Climb(NamedTuple):
 
     Attributes
     ----------
-    src, dst, tier, duration, call : IntArray, shape [num_messages]
-        ``call``: of the sender, in which it computes its own part of what it sends.
+    src, dst, tier, duration, call, depth : IntArray, shape [num_messages]
+        ``call``: of the sender, in which it computes its own part of what it sends; ``depth``: hops to the owner.
     ptr, block : IntArray, shapes [num_messages + 1], [num_transfers]
     child_ptr, child : IntArray, shapes [num_messages + 1], [num_children]
         Messages that must have come before.
@@ -81,6 +80,7 @@ class Climb(NamedTuple):
     tier: IntArray
     duration: IntArray
     call: IntArray
+    depth: IntArray
     ptr: IntArray
     block: IntArray
     child_ptr: IntArray
@@ -91,6 +91,7 @@ def climb(
     table: BlockTable,
     placement: Placement,
     arrivals: tuple[IntArray, IntArray, IntArray],
+    end: IntArray,
     hurried: BoolArray,
     ranks_per_node: int,
     prices: PushPrices,
@@ -102,8 +103,10 @@ def climb(
     table, placement
     arrivals : three IntArrays of shape [num_partials]
         Rank, block and call of each partial.
+    end : IntArray, shape [num_calls]
+        When each call ends.
     hurried : BoolArray, shape [cp_size]
-        Ranks that cannot wait for others: they collect nothing but from their like.
+        Ranks that should not wait for others: they collect where those that may are busier by far.
     ranks_per_node : int
     prices : PushPrices
     """
@@ -113,7 +116,9 @@ def climb(
     chunk_tokens = max(CHUNK_TOKENS, CHUNK_MESSAGES * prices.message // prices.token)
     chunk_blocks = max(chunk_tokens * ranks_per_node // table.block_size, 1)
     length = table.shared_stop - table.shared_start
-    up, depth = _trees(rank, block, placement.block_rank, length, hurried, chunk_blocks, ranks_per_node)
+    price = per_token(prices)
+    busy = hurried * (end.max(initial=0) // GRACE)
+    up, depth = _trees(rank, block, end[call], placement.block_rank, length, busy, chunk_blocks, ranks_per_node, price)
     chunk = block // chunk_blocks
     by = np.lexsort((block, chunk, -depth, call, up, rank))
     rank, block, call, up, depth, chunk = (a[by] for a in (rank, block, call, up, depth, chunk))
@@ -122,88 +127,91 @@ def climb(
     start = np.flatnonzero(new)
     child_ptr, child = _children(rank, up, block, np.cumsum(new) - 1, table.num_blocks)
     tier = tier_of(rank[start], up[start], ranks_per_node)
-    duration = prices.message + np.add.reduceat(length[block], start) * per_token(prices)[tier]
-    return Climb(
-        rank[start], up[start], tier, duration, call[start], np.append(start, rank.size), block, child_ptr, child
-    )
+    duration = prices.message + np.add.reduceat(length[block], start) * price[tier]
+    ptr = np.append(start, rank.size)
+    return Climb(rank[start], up[start], tier, duration, call[start], depth[start], ptr, block, child_ptr, child)
 
 
 @njit(cache=True)
 def _trees(
     rank: IntArray,
     block: IntArray,
+    when: IntArray,
     owner: IntArray,
     tokens: IntArray,
-    hurried: BoolArray,
+    busy: IntArray,
     chunk_blocks: int,
     ranks_per_node: int,
+    price: IntArray,
 ) -> tuple[IntArray, IntArray]:
     """Where each receiver's partial goes, and over how many hops it gets home; sorted by block, then rank.
 
-    Nodes that have collected little so far collect for others; their order is the same for all blocks of a chunk.
+    Near the owner is a node that computes its partials late, for what would wait for them then has few hops to go, and
+    whose leader is not busy: ``busy``, shape [cp_size], is how long each rank's links collect, and kept up. The order
+    of nodes is the same for all blocks of a chunk, the leader of a node for all of a run.
     """
     up, depth = np.empty_like(rank), np.empty_like(rank)
-    num_nodes = (owner.max() if owner.size else 0) // ranks_per_node + 1
-    num_nodes = max(num_nodes, (rank.max() if rank.size else 0) // ranks_per_node + 1)
-    collected, turn = np.zeros(num_nodes, dtype=np.int64), np.arange(num_nodes)
-    low, turns = np.empty(num_nodes + 1, dtype=np.int64), np.empty(num_nodes, dtype=np.int64)
-    leaders = np.empty(num_nodes + 1, dtype=np.int64)
-    chunk = -1
+    num_nodes = (busy.size - 1) // ranks_per_node + 1
+    run, former = np.full(num_nodes, -1, dtype=np.int64), np.full(num_nodes, -1, dtype=np.int64)
+    chunk, place = np.full(num_nodes, -1, dtype=np.int64), np.zeros(num_nodes, dtype=np.int64)
+    first, stop, leader, places = np.empty((4, num_nodes), dtype=np.int64)
     i = 0
     while i < rank.size:
-        if block[i] // chunk_blocks != chunk:
-            chunk = block[i] // chunk_blocks
-            turn[np.argsort(collected, kind="mergesort")] = np.arange(num_nodes)
-        root = owner[block[i]]
-        home = root // ranks_per_node
+        root, length = owner[block[i]], tokens[block[i]]
         nodes = 0
         j = i
         while j < rank.size and block[j] == block[i]:
-            k = j
-            while k < rank.size and block[k] == block[i] and rank[k] // ranks_per_node == rank[j] // ranks_per_node:
+            k, node = j, rank[j] // ranks_per_node
+            while k < rank.size and block[k] == block[i] and rank[k] // ranks_per_node == node:
                 k += 1
-            if rank[j] // ranks_per_node == home:
+            if node == root // ranks_per_node:
                 up[j:k], depth[j:k] = root, 1
             else:
-                low[nodes], turns[nodes] = j, turn[rank[j] // ranks_per_node]
-                if hurried[rank[j:k]].all():
-                    turns[nodes] += num_nodes
+                if run[node] != block[i] // RUN_BLOCKS:
+                    run[node], former[node] = block[i] // RUN_BLOCKS, -1
+                chosen = j + _leader(rank[j:k], busy, former[node])
+                former[node] = rank[chosen]
+                if chunk[node] != block[i] // chunk_blocks:
+                    chunk[node], place[node] = block[i] // chunk_blocks, busy[rank[chosen]] - when[j:k].max()
+                busy[rank[chosen]] += (k - j - 1) * length * price[0]
+                first[nodes], stop[nodes], leader[nodes], places[nodes] = j, k, chosen, place[node]
                 nodes += 1
             j = k
-        leaders[0] = root
-        place = np.argsort(turns[:nodes], kind="mergesort")
-        for number in range(1, nodes + 1):
-            first = low[place[number - 1]]
-            last = first
-            while last < j and rank[last] // ranks_per_node == rank[first] // ranks_per_node:
-                last += 1
-            leader = _leader(hurried[rank[first:last]], block[i] // RUN_BLOCKS) + first
-            leaders[number] = rank[leader]
-            above = (number - 1) // 2
-            hops, at = 1, above
-            while at:
-                at = (at - 1) // 2
-                hops += 1
-            up[first:last], depth[first:last] = rank[leader], hops + 1
-            up[leader], depth[leader] = leaders[above], hops
-            collected[leaders[above] // ranks_per_node] += tokens[block[i]]
+        order = np.argsort(places[:nodes], kind="mergesort")
+        _attach(order, first, stop, leader, rank, root, up, depth)
+        for node in range(nodes):
+            busy[up[leader[node]]] += length * price[1]
         i = j
     return up, depth
 
 
 @njit(cache=True)
-def _leader(hurried: BoolArray, turn: Scalar) -> Scalar:
-    """Index of the one who collects, by turns, among those who can wait, if any."""
-    patient = hurried.size - hurried.sum()
-    if patient == 0:
-        return turn % hurried.size
-    k = turn % patient
-    for i in range(hurried.size):
-        if not hurried[i]:
-            if k == 0:
-                return i
-            k -= 1
-    return 0
+def _leader(rank: IntArray, busy: IntArray, former: Scalar) -> Scalar:
+    """Index of the one who collects: ``former`` if it is here, else the least busy."""
+    best = 0
+    for i in range(rank.size):
+        if rank[i] == former:
+            return i
+        if busy[rank[i]] < busy[rank[best]]:
+            best = i
+    return best
+
+
+@njit(cache=True)
+def _attach(
+    order: IntArray, first: IntArray, stop: IntArray, leader: IntArray, rank: IntArray, root: Scalar, up: IntArray,
+    depth: IntArray,
+) -> None:  # fmt: skip
+    """Hang the leaders of the nodes in ``order`` into a binary tree below ``root``, and all others below theirs."""
+    for number in range(1, order.size + 1):
+        node, above = order[number - 1], (number - 1) // 2
+        hops, at = 1, above
+        while at:
+            at = (at - 1) // 2
+            hops += 1
+        lead = leader[node]
+        up[first[node] : stop[node]], depth[first[node] : stop[node]] = rank[lead], hops + 1
+        up[lead], depth[lead] = rank[leader[order[above - 1]]] if above else root, hops
 
 
 def _children(

@@ -40,10 +40,10 @@ def push_in_waves(
     n, count = placement.cp_size, waves.ends.size
     _, _, dst, block = transfer_arrays(schedule)
     over = received_tokens(table, schedule, n) > waves.held_tokens
-    p = climb(table, placement, (dst, block, calls.of_transfer), over, ranks_per_node, prices)
-    begin, end, pulled = call_times(table, schedule, calls, ranks_per_node, prices)
+    begin, end, pulled, _ = call_times(table, schedule, calls, ranks_per_node, prices)
+    p = climb(table, placement, (dst, block, calls.of_transfer), end, over, ranks_per_node, prices)
     free = np.zeros(4 * n, dtype=np.int64)
-    when = play(p.src, p.dst, p.tier, end[p.call], p.duration, p.child_ptr, p.child, free.copy())
+    when = play(p.src, p.dst, p.tier, end[p.call], p.duration, p.child_ptr, p.child, p.depth, free.copy())
     called = np.searchsorted(waves.ends, _last_rounds(schedule, calls)[p.call])
     group = np.where(over[p.src], np.minimum(called, count - 2), -1)
     slot = _slots(when, group, called, _openings(pulled, schedule, waves), p)
@@ -56,7 +56,7 @@ def push_in_waves(
         chosen = np.flatnonzero(slot == s)
         if chosen.size:
             q = _part(p, chosen)
-            when[chosen] = play(q.src, q.dst, q.tier, end[q.call], q.duration, q.child_ptr, q.child, free)
+            when[chosen] = play(q.src, q.dst, q.tier, end[q.call], q.duration, q.child_ptr, q.child, q.depth, free)
             order = np.argsort(when[chosen], kind="stable")
             round_[chosen] = num_rounds + cut_rounds(q.src, q.dst, q.tier, order, q.child_ptr, q.child, n)
             num_rounds = int(round_[chosen].max()) + 1
@@ -125,7 +125,7 @@ def _part(p: Climb, chosen: IntArray) -> Climb:
     child_ptr = np.searchsorted(parent[kept], np.arange(chosen.size + 1))
     return p._replace(
         src=p.src[chosen], dst=p.dst[chosen], tier=p.tier[chosen], duration=p.duration[chosen], call=p.call[chosen],
-        child_ptr=child_ptr, child=child[kept],
+        depth=p.depth[chosen], child_ptr=child_ptr, child=child[kept],
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from megatron_fcp.simulate.program import COMPUTE, MESSAGE, Builder, Program
 PUSH_FACTOR = 2  # partial dKV travels in fp32, KV in bf16
 
 
-def plan_program(plan: Plan, case: Case, *, backward: bool = False, held_stages: int | None = None) -> Program:
+def plan_program(plan: Plan, case: Case, *, backward: bool = False, wait_for_room: bool = False) -> Program:
     """Lower ``plan``.
 
     Parameters
@@ -36,10 +36,9 @@ def plan_program(plan: Plan, case: Case, *, backward: bool = False, held_stages:
     case : Case
         Its hardware, heads, speeds and window; the plan's own lengths count.
     backward : bool
-    held_stages : int, optional
-        Stages of KV that a rank may hold: it pulls stage ``s`` only once it has attended to stage ``s - held_stages``,
-        as the runtime does with 2. None: no limit. A plan in waves says itself what a rank may hold; any number means
-        that.
+    wait_for_room : bool
+        A rank posts nothing more until it has attended to what must make room for the stage that it pulls next, as the
+        runtime does (:mod:`megatron_fcp.plan.held`).
 
     Raises
     ------
@@ -54,7 +53,7 @@ def plan_program(plan: Plan, case: Case, *, backward: bool = False, held_stages:
         raise ValueError(f"the plan is for {plans}, the case for {cases}")
     if plan.cp_size != case.cp_size:
         raise ValueError(f"the plan is for {plan.cp_size} ranks, the cluster has {case.cp_size}")
-    return _Lowering(plan, case, backward).program(held_stages)
+    return _Lowering(plan, case, backward).program(wait_for_room)
 
 
 def priced_tokens(plan: Plan, messages: Messages) -> IntArray:
@@ -83,7 +82,7 @@ class _Lowering:
             self.call = (self.call_ptr[m.dst] + self.stage)[self.message]
         self.call_rank = np.repeat(np.arange(n), np.diff(self.call_ptr))
 
-    def program(self, held_stages: int | None) -> Program:
+    def program(self, wait_for_room: bool) -> Program:
         plan, m = self.plan, self.plan.schedule.messages
         push = plan.push if self.backward else None
         num_push = len(push.messages) if push else 0
@@ -102,20 +101,15 @@ class _Lowering:
         out.depend(call_op[ranges(begins, parts)], np.repeat(pull_op, parts))  # a part waits for its whole stage
         parent = self._parents(m.src[self.message], m.block)
         out.depend(pull_op[self.message], np.where(parent >= 0, pull_op[self.message[parent]], -1))
-        if held_stages is not None and plan.schedule.waves is not None:
+        if wait_for_room:
             self._link_room(out, pull_op, call_op, first)
-        elif held_stages is not None:
-            before = self.stage - held_stages
-            last = first[m.dst, np.maximum(before, 0) + 1] - 1
-            out.depend(pull_op, np.where(before > 0, call_op[last], -1))  # nothing waits for the local stage
         if push and num_push:
             self._link_pushes(out, call_op, push_op)
         return out.build()
 
     def _link_room(self, out: Builder, pull_op: IntArray, call_op: IntArray, first: IntArray) -> None:
-        """A rank posts nothing more until it has attended to what must make room for the stage that it pulls next."""
-        m = self.plan.schedule.messages
-        for ranks, before in zip((m.src, m.dst), attended_when_posted(self.plan.schedule, self.plan.attended)):
+        plan, m = self.plan, self.plan.schedule.messages
+        for ranks, before in zip((m.src, m.dst), attended_when_posted(plan.schedule, plan.attended)):
             last = first[ranks, before + 1] - 1
             out.depend(pull_op, np.where(before > 0, call_op[last], -1))
 

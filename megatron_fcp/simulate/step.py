@@ -16,15 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_fcp.config import FcpConfig, Layout
-from megatron_fcp.plan.bounded import BUFFERS
 from megatron_fcp.plan.plan import Plan, with_window
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.lower import plan_program
 from megatron_fcp.simulate.memory import Memory, step_memory
 from megatron_fcp.simulate.models import ModelShape, Parallel
 from megatron_fcp.simulate.reshuffle import with_reshuffle
-
-HELD_STAGES = BUFFERS
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,7 @@ def price_attention(plan: Plan, case: Case, config: FcpConfig, *, layers: int = 
     around: list[float] = []
     bare: list[float] = []
     for backward in (False, True):
-        program = plan_program(plan, case, backward=backward, held_stages=HELD_STAGES)
+        program = plan_program(plan, case, backward=backward, wait_for_room=True)
         bare.append(program.run().makespan)
         if config.layout == "reshuffle":
             wrapped = with_reshuffle(program, plan, case, groups=config.head_groups, backward=backward)

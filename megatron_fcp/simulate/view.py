@@ -15,7 +15,6 @@ from megatron_fcp.plan.schedule import rounds_lower_bound
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.lower import plan_program
 from megatron_fcp.simulate.program import COMPUTE, JOIN, Timeline
-from megatron_fcp.simulate.step import HELD_STAGES
 
 
 def page(plan: Plan, case: Case, step: Callable[[str], None] = lambda _: None) -> str:
@@ -39,7 +38,7 @@ def page_data(plan: Plan, case: Case, step: Callable[[str], None] = lambda _: No
     table, messages = plan.table, plan.schedule.messages
     passes = []
     for name, backward in (("forward", False), ("backward", True)):
-        timeline = plan_program(plan, case, backward=backward, held_stages=HELD_STAGES).run()
+        timeline = plan_program(plan, case, backward=backward, wait_for_room=True).run()
         ideal = case.ideal(backward=backward)
         passes.append(
             {"name": name, "efficiency": ideal / timeline.makespan if timeline.makespan else 1.0, **_timeline(timeline)}

@@ -49,7 +49,7 @@ def test_numpy_numbers_plan_as_pythons_do(integer: Any, tmp_path: Path) -> None:
 
 
 def test_numpy_numbers_do_not_overflow() -> None:
-    with pytest.raises(ValueError, match=f"a stream of {2**32} tokens"):
+    with pytest.raises(ValueError, match=f"a stream of {2**32:,} tokens"):
         make_plan([5], cp_size=np.int32(2**16), tokens_per_rank=np.int32(2**16))  # type: ignore[arg-type]
 
 
@@ -58,12 +58,15 @@ def test_numpy_numbers_do_not_overflow() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tokens_per_rank": 2**28}, f"4 ranks of {2**28} tokens .* at most {MAX_STREAM // 4} per rank"),
+        (
+            {"tokens_per_rank": 2**28},
+            f"tokens per rank {2**28} is a stream .*: {MAX_STREAM // 4:,} per rank on 4 ranks",
+        ),
         ({"tokens_per_rank": 2**40}, f"tokens per rank {2**40} is past the limit"),
         ({"tokens_per_rank": 2**70}, f"tokens per rank {2**70} is past the limit"),
         ({"tokens_per_rank": None}, "tokens per rank must be an integer of at least 1, got None"),
         ({"tokens_per_rank": 64.0}, r"tokens per rank must be an integer of at least 1, got 64\.0"),
-        ({"cp_size": 2**31}, "at most 0 per rank"),
+        ({"cp_size": 2**31}, ": 0 per rank"),
         ({"cp_size": 2**63}, f"--context-parallel-size {2**63} is past the limit"),
     ],
 )
@@ -141,7 +144,7 @@ def test_a_short_file_for_a_stream_that_no_rank_could_hold() -> None:
     content = plan_to_dict(make_plan([1], cp_size=1, tokens_per_rank=8, config=FcpConfig(block_size=8)))
     assert plan_from_dict(content).cp_size == 1
     huge = {**content, "block_size": 2**31, "tokens_per_rank": 2**31}
-    with pytest.raises(ValueError, match=f"at most {MAX_STREAM} can be planned together"):
+    with pytest.raises(ValueError, match=f"at most {MAX_STREAM:,} can be planned together"):
         plan_from_dict(huge)
 
 

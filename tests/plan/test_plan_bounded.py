@@ -131,6 +131,19 @@ def test_waves_that_contradict_the_rounds_are_refused() -> None:
             replace_waves(plan, other)
 
 
+def test_without_waves_all_that_is_passed_on_is_pulled_before_kernels_are_waited_for() -> None:
+    plan = long_document(None)
+    assert forwards(plan)
+    assert max(ends.size for ends in plan.schedule.stage_ends) > 2
+    for rank, tokens in enumerate(received(plan).tolist()):
+        program = plan.rank_plan(rank)
+        for steps, peak in ((program.forward, program.peak_forward), (program.backward, program.peak_backward)):
+            pulls = [i for i, s in enumerate(steps) if isinstance(s, Exchange) and s.kind == "pull"]
+            computes = [i for i, s in enumerate(steps) if isinstance(s, Compute)]
+            assert max(pulls, default=-1) < min(computes)
+            assert peak.kv_tokens == tokens
+
+
 def test_only_ranks_that_cannot_keep_all_they_receive_wait_and_they_use_the_room() -> None:
     plan = long_document(8192)
     tokens = received(plan)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_fcp.cli import main
-from megatron_fcp.commands.replay import HELD_STAGES, choose_ranks, combine
+from megatron_fcp.commands.replay import choose_ranks, combine
 from megatron_fcp.config import FcpConfig
 from megatron_fcp.plan import Plan, make_plan
 from megatron_fcp.plan.planfile import write_plan
@@ -39,7 +39,7 @@ def plan() -> Plan:
 
 def program_of(plan: Plan, *, backward: bool) -> tuple[Case, Program]:
     case = Case(plan.table.document_length, 4, 256, load_hardware("h100-ib"), AttentionShape(8, 2, 64))
-    return case, plan_program(plan, case, backward=backward, held_stages=HELD_STAGES)
+    return case, plan_program(plan, case, backward=backward, wait_for_room=True)
 
 
 class Spy(Reference):

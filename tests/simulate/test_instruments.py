@@ -130,7 +130,7 @@ def test_tune_chooses_head_groups_by_the_simulated_exchange(hardware: str) -> No
         plan = fcp_plan(case, config)
         seconds[config] = sum(
             with_reshuffle(
-                plan_program(plan, case, backward=backward, held_stages=2), plan, case, groups=config.head_groups,
+                plan_program(plan, case, backward=backward, wait_for_room=True), plan, case, groups=config.head_groups,
                 backward=backward,
             ).run().makespan
             for backward in (False, True)

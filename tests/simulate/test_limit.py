@@ -10,7 +10,6 @@ from megatron_fcp.simulate import draw_lengths, load_hardware
 from megatron_fcp.simulate.case import Case
 from megatron_fcp.simulate.lower import plan_program
 from megatron_fcp.simulate.memory import busiest_rank, held_bound, held_tokens
-from megatron_fcp.simulate.step import HELD_STAGES
 
 TOKENS = 32768
 RANKS = 32
@@ -26,7 +25,7 @@ def test_efficiency_falls_slowly_with_the_limit(workload: str) -> None:
         return make_plan(lengths, cp_size=RANKS, tokens_per_rank=TOKENS, config=config, hardware=case.forward)
 
     def efficiency(plan: Plan) -> list[float]:
-        runs = [plan_program(plan, case, backward=b, held_stages=HELD_STAGES) for b in (False, True)]
+        runs = [plan_program(plan, case, backward=b, wait_for_room=True) for b in (False, True)]
         return [case.efficiency(run, backward=b) for run, b in zip(runs, (False, True))]
 
     free = make(None)

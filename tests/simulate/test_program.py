@@ -114,10 +114,16 @@ def test_partials_leave_after_their_stage_and_after_those_they_collect(planned: 
         assert timeline.start[op] >= timeline.end[before].max() - 1e-12
 
 
-def test_fewer_buffers_never_help(planned: tuple[Case, Plan]) -> None:
-    c, plan = planned
-    spans = [plan_program(plan, c, held_stages=held).run().makespan for held in (1, 2, 3)]
-    assert spans[0] >= spans[1] >= spans[2] >= plan_program(plan, c).run().makespan - 1e-12
+@pytest.mark.parametrize("backward", [False, True])
+def test_who_passes_blocks_on_waits_for_no_room_and_owners_hold_two_stages(backward: bool) -> None:
+    c = case(draw_lengths("longtail", num_tokens=16 * 8192, seed=2), 16, 8192, "flat5920")
+    relayed = fcp_plan(c)
+    by_owners = make_plan(c.lengths, cp_size=16, tokens_per_rank=8192)
+    for plan, waits in ((relayed, False), (by_owners, True)):
+        assert max(ends.size for ends in plan.schedule.stage_ends) > 2
+        free = plan_program(plan, c, backward=backward).run()
+        as_run = plan_program(plan, c, backward=backward, wait_for_room=True).run()
+        assert (as_run.makespan > free.makespan) == waits
 
 
 def test_a_slow_rank_takes_longer_in_proportion(planned: tuple[Case, Plan]) -> None:

@@ -27,12 +27,14 @@ LLAMA_70B, LLAMA_7B, GPT_OSS_TP8 = AttentionShape(64, 8, 128), AttentionShape(32
 @pytest.mark.parametrize(
     ("hardware", "heads", "prices"),
     [
+        # 2 * 4096 B / 45 and 300 GB/s and 10 us over 3 * 32768 FLOP / 660 TFLOP/s
         ("h100-ib", LLAMA_70B, PushPrices()),
-        ("flat5920", LLAMA_70B, PushPrices()),
-        # 2 * 16384 B / 45 GB/s and 10 us over 3 * 16384 FLOP / 660 TFLOP/s: 9778 and 134277 pairs
-        ("h100-ib", LLAMA_7B, PushPrices(token=8192, message=1 << 17)),
-        # 2 * 256 B / 900 GB/s and 10 us over 3 * 2048 FLOP / 2250 TFLOP/s: 208 and 3.7 million pairs
-        ("flat2500", GPT_OSS_TP8, PushPrices(message=1 << 22)),
+        # 2 * 4096 B / 25 GB/s and 10 us over 3 * 32768 FLOP / 148 TFLOP/s
+        ("flat5920", LLAMA_70B, PushPrices(493, 493, 15055)),
+        # 2 * 16384 B / 45 and 300 GB/s and 10 us over 3 * 16384 FLOP / 660 TFLOP/s
+        ("h100-ib", LLAMA_7B, PushPrices(9778, 1467, 134277)),
+        # 2 * 256 B / 900 GB/s and 10 us over 3 * 2048 FLOP / 2250 TFLOP/s
+        ("flat2500", GPT_OSS_TP8, PushPrices(208, 208, 3662109)),
     ],
 )
 def test_prices_of_clusters_and_heads(hardware: str, heads: AttentionShape, prices: PushPrices) -> None:
@@ -41,8 +43,8 @@ def test_prices_of_clusters_and_heads(hardware: str, heads: AttentionShape, pric
 
 def test_prices_stay_in_range_whatever_the_hardware() -> None:
     cost = load_hardware("h100-ib").cost()
-    assert replace(cost, inter_bytes_per_s=1e-3, latency_s=1e9).push_prices() == PushPrices(1 << 20, 1 << 30)
-    assert replace(cost, inter_bytes_per_s=1e30, latency_s=0.0).push_prices() == PushPrices()
+    assert replace(cost, inter_bytes_per_s=1e-3, latency_s=1e9).push_prices() == PushPrices(1 << 20, 183, 1 << 30)
+    assert replace(cost, inter_bytes_per_s=1e30, latency_s=0.0).push_prices() == PushPrices(1, 183, 1)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,10 @@ def test_backward_gains_by_its_own_prices(
     assert ours < defaults / 1.4
 
 
-@pytest.mark.parametrize("prices", [PushPrices(1 << 13), PushPrices(message=1 << 24), PushPrices(1 << 20, 1 << 30)])
+@pytest.mark.parametrize(
+    "prices",
+    [PushPrices(1, 1, 1), PushPrices(1 << 13), PushPrices(message=1 << 24), PushPrices(1 << 20, 1 << 20, 1 << 30)],
+)
 def test_any_prices_give_the_right_gradients(prices: PushPrices) -> None:
     cost = replace(load_hardware("h100-ib").cost(), ranks_per_node=3)
     for seed, lengths in enumerate(([96], [50, 30, 16], [5] * 19)):
@@ -84,9 +89,9 @@ def priced_plan(window: int | None = None) -> Plan:
 @pytest.mark.parametrize("window", [None, 40])
 def test_prices_are_part_of_a_plan_and_of_its_file(window: int | None, tmp_path: Path) -> None:
     plan = priced_plan(window)
-    assert plan.push_prices == PushPrices(8192, 1 << 17)
+    assert plan.push_prices == PushPrices(9778, 1467, 134277)
     write_plan(plan, tmp_path / "plan.json")
-    assert json.loads((tmp_path / "plan.json").read_text())["push_prices"] == [8192, 131072]
+    assert json.loads((tmp_path / "plan.json").read_text())["push_prices"] == [9778, 1467, 134277]
     back = read_plan(tmp_path / "plan.json")
     assert (back.push_prices, back.digest) == (plan.push_prices, plan.digest)
     assert with_window(plan, 17).push_prices == plan.push_prices
@@ -98,11 +103,12 @@ def test_prices_are_part_of_a_plan_and_of_its_file(window: int | None, tmp_path:
 @pytest.mark.parametrize(
     ("prices", "message"),
     [
-        ([8192, 65536], "changed after it was written"),
-        ([8192], r"push_prices must be \[token, message\], not 1 numbers"),
-        ([0, 65536], "a pushed token must cost 1024 to 1048576 pairs, got 0"),
-        ([1024, 2**31], "a pushed message must cost 65536 to 1073741824 pairs"),
-        ([1024, "65536"], r"push_prices\[1\] must be an integer"),
+        ([9778, 1467, 134278], "changed after it was written"),
+        ([8192], r"push_prices must be \[token, inside, message\], not 1 numbers"),
+        ([0, 183, 65536], "a pushed token between nodes must cost 1 to 1048576 pairs, got 0"),
+        ([1024, 2**20 + 1, 65536], "a pushed token inside a node must cost 1 to 1048576 pairs"),
+        ([1024, 183, 2**31], "a pushed message must cost 1 to 1073741824 pairs"),
+        ([1024, "183", 65536], r"push_prices\[1\] must be an integer"),
         (5, "push_prices must be a list"),
         (None, "push_prices must be a list"),
     ],

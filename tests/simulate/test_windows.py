@@ -215,7 +215,7 @@ def test_a_step_prices_both_kinds_of_layers() -> None:
     assert (full.forward, full.backward) == (whole.forward, whole.backward)
     other = case.replace(window=1024)
     for backward, seconds in ((False, windowed.forward), (True, windowed.backward)):
-        program = plan_program(with_window(plan, 1024), other, backward=backward, held_stages=2)
+        program = plan_program(with_window(plan, 1024), other, backward=backward, wait_for_room=True)
         assert seconds == program.run().makespan < (full.backward if backward else full.forward)
     assert step.forward == pytest.approx((full.forward + windowed.forward) / 2)
     assert step.layer == pytest.approx(step.forward + step.backward + step.linear)

@@ -26,6 +26,7 @@ function rankLabels(c, top, row, first = 0, last = N) {
   for (let r = Math.ceil(first / step) * step; r < last; r += step) text(c, String(r), LEFT - 6, top + (r - first + 0.5) * row, "right");
 }
 const big = (n) => n.toLocaleString("en-US");
+const counted = (count, what) => `${big(count)} ${what}${count === 1 ? "" : "s"}`;
 const time = (us) => us >= 1000 ? (us / 1000).toFixed(2) + " ms" : us.toFixed(0) + " \u00b5s";
 const megabytes = (bytes) => (bytes / 1e6).toFixed(1) + " MB";
 
@@ -55,7 +56,7 @@ function blockText(b) {
     return `document ${d}: tokens ${big(first)} to ${big(first + n)} of ${big(D.documents[d])}`;
   });
   const shown = lines.slice(0, 8);
-  if (lines.length > 8) shown.push(`and ${lines.length - 8} more documents`);
+  if (lines.length > 8) shown.push(`and ${counted(lines.length - 8, "more document")}`);
   if (!lines.length) shown.push("padding");
   return `block ${b} on rank ${D.block_rank[b]} (stream tokens ${big(b * D.block_size)} to ${big((b + 1) * D.block_size)})\n`
     + shown.join("\n");
@@ -129,14 +130,17 @@ function drawMatrix() {
     c.fillRect(LEFT + M.dst[m] * MATRIX - grow, SIDE + M.src[m] * MATRIX - grow, MATRIX + 2 * grow, MATRIX + 2 * grow);
   }
   const inter = now.filter(tierOf).length, blocks = now.reduce((sum, m) => sum + M.ptr[m + 1] - M.ptr[m], 0);
-  $("roundtext").textContent = D.rounds ? `round ${k + 1} of ${D.rounds} (lower bound ${D.rounds_lower_bound}): ${inter} messages between `
-    + `nodes, ${now.length - inter} inside, ${big(blocks)} blocks` : "nothing moves";
+  $("roundtext").textContent = D.rounds ? `round ${k + 1} of ${D.rounds} (lower bound ${D.rounds_lower_bound}): ${counted(inter, "message")} between `
+    + `nodes, ${now.length - inter} inside, ${counted(blocks, "block")}` : "nothing moves";
   let y = SIDE + 10;
   text(c, "messages of this round", LEFT + size + 24, y, "left", INK);
-  for (const m of now.slice(0, Math.floor((size - 20) / 15))) {
-    const list = M.block.slice(M.ptr[m], M.ptr[m + 1]);
-    text(c, `${M.src[m]} \u2192 ${M.dst[m]}   ${list.length} blocks: ${runs(list).slice(0, 46)}`, LEFT + size + 24, y += 15);
+  const room = Math.floor((size - 20) / 15), shown = now.length > room ? now.slice(0, room - 1) : now;
+  for (const m of shown) {
+    const list = M.block.slice(M.ptr[m], M.ptr[m + 1]), names = runs(list);
+    const cut = names.length > 46 ? names.slice(0, 45) + "\u2026" : names;
+    text(c, `${M.src[m]} \u2192 ${M.dst[m]}   ${counted(list.length, "block")}: ${cut}`, LEFT + size + 24, y += 15);
   }
+  if (shown.length < now.length) text(c, `and ${big(now.length - shown.length)} more; point at the matrix`, LEFT + size + 24, y += 15);
 }
 function runs(list) {
   const out = [];
@@ -151,7 +155,7 @@ function matrixTip(x, y) {
   if (src < 0 || dst < 0 || src >= N || dst >= N) return "";
   const here = (byRound[Number($("round").value)] || []).filter((m) => M.src[m] === src && M.dst[m] === dst);
   const total = moved.get(src * N + dst) || 0;
-  const lines = [`rank ${src} \u2192 rank ${dst}: ${total} blocks over all rounds`];
+  const lines = [`rank ${src} \u2192 rank ${dst}: ${counted(total, "block")} over all rounds`];
   for (const m of here) lines.push("this round: blocks " + runs(M.block.slice(M.ptr[m], M.ptr[m + 1])));
   return lines.join("\n");
 }
