@@ -49,6 +49,10 @@ def check_stream(
     return ranks, tokens
 
 
+NO_HARDWARE = "none"  # value of --fcp-hardware
+NOT_WITH_HARDWARE = ("blocks_per_message", "rounds_per_stage")  # which the planner chooses for a cluster
+
+
 _COUNTS = frozenset(
     ("block_size", "blocks_per_message", "rounds_per_stage", "kv_buffer_tokens", "ranks_per_node", "max_ctas",
      "head_groups")

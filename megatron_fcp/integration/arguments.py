@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-import torch
-
 from megatron_fcp.config import FcpConfig, Layout
 from megatron_fcp.integration import features, session
+from megatron_fcp.integration.cluster import cluster_of, device_of, gpu_name, is_chosen
 from megatron_fcp.integration.refusals import YAML, check_combinations
-from megatron_fcp.integration.settings import PLAN_AHEAD, settings_from_args
+from megatron_fcp.integration.settings import PLAN_AHEAD, Settings, settings_from_args
 from megatron_fcp.runtime import select_kernel
 
 _DEFAULTS = FcpConfig()
@@ -112,7 +111,9 @@ def _add_planner_arguments(group: argparse._ArgumentGroup) -> None:
         "--fcp-hardware",
         metavar="NAME|FILE",
         help="Plan for the smallest makespan on this cluster: a preset or a YAML file of `megatron-fcp profile`. The "
-        "planner then chooses block size (unless given), messages and stages. Default: balance compute, owners send.",
+        "planner then chooses block size (unless given), messages and stages. none: balance compute, owners send. "
+        "Default: on GPUs the preset nearest to them, unless --fcp-config, --fcp-blocks-per-message or "
+        "--fcp-rounds-per-stage is given; on CPUs none.",
     )
     group.add_argument(
         "--fcp-config",
@@ -216,7 +217,8 @@ def begin_session(args: argparse.Namespace) -> None:
         block_size = settings.config.resolve_block_size(tokens)
         blocks = "blocks of the planner's choice" if chosen else f"{tokens // block_size} blocks of {block_size} tokens"
         print(
-            f"> FCP: {settings.config.layout} layout, {blocks} on each of {settings.cp_size} ranks; kernel: {reason}",
+            f"> FCP: {settings.config.layout} layout, {blocks} on each of {settings.cp_size} ranks; "
+            f"{_planned_for(args, settings)}; kernel: {reason}",
             flush=True,
         )
     # Plans replace masks: samples need no [s, s] mask from the data loader, which native packing drops as well.
@@ -225,6 +227,22 @@ def begin_session(args: argparse.Namespace) -> None:
         # The switch by which Megatron hands document boundaries to every tensor- and pipeline-parallel rank.
         args.dataloader_inter_document_masking = True
     session.begin(settings)
+
+
+def _planned_for(args: argparse.Namespace, settings: Settings) -> str:
+    """In words, what plans are made for."""
+    if settings.hardware is None:
+        return "plans balance compute (--fcp-hardware names a cluster to plan for)"
+    hardware = cluster_of(args)
+    if hardware is None:
+        return "plans for the hardware of --fcp-config"
+    nodes = f"{settings.hardware.ranks_per_node} of its ranks per node"
+    if not is_chosen(args):
+        return f"plans for {hardware.name}, {nodes}"
+    return (
+        f"plans for {hardware.name}, {nodes}, the preset nearest to {gpu_name(args)} (--fcp-hardware names another, "
+        "`megatron-fcp profile` measures yours)"
+    )
 
 
 def given_flags(args: argparse.Namespace) -> list[str]:
@@ -247,8 +265,7 @@ def kernel_for(args: argparse.Namespace, name: str, windows: Sequence[int | None
     reasons = [
         select_kernel(
             name,
-            # A tensor tells where "cuda" is: on the CPU platform it is the CPU.
-            device=torch.empty(0, device=f"cuda:{args.local_rank}" if torch.cuda.is_available() else "cpu").device,
+            device=device_of(args),
             dtype=args.params_dtype,
             head_dim_qk=args.qk_head_dim + args.qk_pos_emb_head_dim if mla else args.kv_channels,
             head_dim_v=args.v_head_dim if mla else args.kv_channels,

@@ -6,14 +6,14 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_fcp.config import FcpConfig
+from megatron_fcp.config import NO_HARDWARE, NOT_WITH_HARDWARE, FcpConfig
 from megatron_fcp.config_file import read_config
+from megatron_fcp.integration.cluster import cluster_of, prices
 from megatron_fcp.integration.windows import model_windows
 from megatron_fcp.plan.bounded import check_limit
 from megatron_fcp.plan.cost import CostModel
 from megatron_fcp.plan.makespan import LARGEST
 from megatron_fcp.runtime.communicator import REPORT_S
-from megatron_fcp.simulate.hardware import AttentionShape, load_hardware
 
 PLAN_AHEAD = 2  # micro-batches; one would do but for batches that are quickly through
 Documents = Literal["none", "packed", "eod"]
@@ -102,11 +102,13 @@ def config_from_args(args: Namespace) -> tuple[FcpConfig, CostModel | None]:
     if args.fcp_timeout is None:
         given["timeout_s"] = min(config.timeout_s, _before_others(args))
     config = replace(config, **given)
-    if args.fcp_hardware:
-        cost = _cost_of(args)
+    if args.fcp_hardware == NO_HARDWARE:
+        cost = None
+    elif hardware := cluster_of(args):
+        cost = prices(hardware, args)
     if cost is None:
         return config, None
-    for name in ("blocks_per_message", "rounds_per_stage"):
+    for name in NOT_WITH_HARDWARE:
         if name in given:
             flag = "--fcp-" + name.replace("_", "-")
             source = "--fcp-hardware" if args.fcp_hardware else "the hardware in --fcp-config"
@@ -118,24 +120,6 @@ def _before_others(args: Namespace) -> float:
     """A time-out that leaves FCP the time to name the cause before NCCL ends the processes at Megatron's."""
     others = 60.0 * args.distributed_timeout_minutes
     return max(others - REPORT_S, others / 2)
-
-
-def _cost_of(args: Namespace) -> CostModel:
-    """Prices of ``--fcp-hardware`` for the heads that one rank holds."""
-    try:
-        hardware = load_hardware(args.fcp_hardware)
-    except ValueError as error:
-        raise ValueError(f"--fcp-hardware: {error}".replace("--fcp-hardware: --hardware", "--fcp-hardware")) from error
-    tensor = args.tensor_model_parallel_size
-    kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    shape = AttentionShape(
-        num_heads=max(args.num_attention_heads // tensor, 1),
-        num_kv_heads=max(kv_heads // tensor, 1),
-        head_dim=args.kv_channels,
-        bytes_per_element=2 if args.bf16 or args.fp16 else 4,
-    )
-    cost = hardware.cost(shape)
-    return replace(cost, ranks_per_node=max(cost.ranks_per_node // tensor, 1))
 
 
 def documents_of(args: Namespace) -> Documents:

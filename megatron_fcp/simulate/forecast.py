@@ -70,7 +70,7 @@ def forecast(job: Job, case: Case, *, tuned: bool = True, step: Callable[[str], 
     step : callable
         Called after each of :func:`megatron_fcp.simulate.tune.candidates`, with what was tried.
     """
-    cost = case.forward if job.hardware else job.cost
+    cost = None if job.balanced else job.cost or case.forward
     plan = make_plan(
         case.lengths, cp_size=case.cp_size, tokens_per_rank=case.tokens_per_rank, config=job.config, hardware=cost,
         window=case.window,
