@@ -29,5 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"file": arguments.output, "bytes": len(html.encode()), "ranks": plan.cp_size})
     else:
-        print(f"{arguments.output}: {len(html) / 1e6:.1f} MB, {plan.cp_size} ranks; open it in a browser")
+        size = f"{len(html) / 1e6:.1f} MB" if len(html) >= 1e6 else f"{len(html) / 1e3:.0f} kB"
+        print(f"{arguments.output}: {size}, {plan.cp_size} ranks; open it in a browser")
     return 0
