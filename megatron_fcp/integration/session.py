@@ -51,12 +51,20 @@ class Session:
             # A tensor tells where "cuda" is: on the CPU platform of the tests it is the CPU.
             device = torch.empty(0, device=torch.cuda.current_device()).device
             config = self.settings.config
-            self._communicators[cp_group] = Communicator.create(
+            comm = Communicator.create(
                 ranks, config.timeout_s, "context parallel", device=device, max_ctas=config.max_ctas
             )
+            comm.note = self.settings.summary
+            comm.agree(self.settings.summary, "the settings that plans are made by", _SAME_SETTINGS)
+            comm.note = ""
+            self._communicators[cp_group] = comm
         return self._communicators[cp_group]
 
 
+_SAME_SETTINGS = (
+    "give every rank the same flags, --fcp-config and --fcp-hardware files; in a job of several kinds of GPU name one "
+    "cluster for all with --fcp-hardware"
+)
 _current: Session | None = None
 
 

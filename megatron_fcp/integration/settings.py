@@ -66,6 +66,11 @@ class Settings:
         """Whether tokens stay where FCP places them."""
         return self.config.layout == "resident"
 
+    @property
+    def summary(self) -> str:
+        """All that plans depend on but the batch: the same on every rank."""
+        return f"{self.config}, {self.hardware}, {self.windows}, {self.documents}, {self.sharding}, {self.seq_length}"
+
 
 def config_from_args(args: Namespace) -> tuple[FcpConfig, CostModel | None]:
     """Settings and prices of a command line: its flags, then those of ``--fcp-config``, then the defaults.

@@ -30,6 +30,7 @@ from megatron_fcp.runtime.transport import Message, Pending, Position
 from megatron_fcp.runtime.watch import Board, RankState, Watch, explain, name_ranks
 
 SETUP_TIMEOUT_S = 600.0  # processes may reach the creation of the group minutes apart
+SAME_BATCHES = "feed every rank of a context-parallel group the same batches in the same order"
 REPORT_S = 60.0  # from a time-out to the end of all ranks, at most: nobody else's time-out should come in between
 _incarnations: Counter[str] = Counter()
 
@@ -198,7 +199,7 @@ class Communicator:
             got = torch.empty_like(token)
             self.post([((self.rank + shift) % self.size, token)], [((self.rank - shift) % self.size, got)]).wait()
 
-    def agree(self, digest: str, what: str = "plan") -> None:
+    def agree(self, digest: str, what: str = "plan", remedy: str = SAME_BATCHES) -> None:
         """Compare a digest over the ranks; call it before the first transfer of a batch.
 
         Parameters
@@ -206,6 +207,8 @@ class Communicator:
         digest : str
         what : str
             What the digest is of, told in errors: such as "the plan of batch 12".
+        remedy : str
+            What to do where it differs, told there as well.
 
         Raises
         ------
@@ -231,9 +234,9 @@ class Communicator:
         assert work is not None
         self._wait(work, others, text, self.timeout_s)
         if any(not torch.equal(other, mine) for other in everyone):
-            raise self._mismatch([bytes(e.tolist()) for e in everyone], digest, what)
+            raise self._mismatch([bytes(e.tolist()) for e in everyone], digest, what, remedy)
 
-    def _mismatch(self, everyone: list[bytes], digest: str, what: str) -> PlanMismatch:
+    def _mismatch(self, everyone: list[bytes], digest: str, what: str, remedy: str) -> PlanMismatch:
         """All ranks are here, so each can tell the others what it was given."""
         groups: dict[bytes, list[int]] = {}
         for rank, value in enumerate(everyone):
@@ -247,8 +250,7 @@ class Communicator:
         lines += [f"  rank {r} has not told" for r in range(self.size) if r not in states]
         error = PlanMismatch(
             f"FCP group {self._title}: the ranks were given different input for {what}: {name_ranks(differ)} "
-            f"{'differs' if len(differ) == 1 else 'differ'} from {name_ranks(common)}; feed every rank of a "
-            "context-parallel group the same batches in the same order\n" + "\n".join(lines)
+            f"{'differs' if len(differ) == 1 else 'differ'} from {name_ranks(common)}; {remedy}\n" + "\n".join(lines)
         )
         self._stop_using(error)
         return error

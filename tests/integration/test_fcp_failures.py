@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from typing import Any
 
@@ -40,6 +41,13 @@ def other_samples() -> None:
         return original(self, idx + 1 if count >= 3 else idx)
 
     GPTDataset.__getitem__ = __getitem__
+
+
+def other_cluster() -> None:
+    """Runs in the ranks: rank 1 plans for a cluster of its own, as a GPU of another kind would have it."""
+    if os.environ["RANK"] == "1":
+        sys.argv += ["--fcp-hardware", "h200-ib"]
+        _say_when()
 
 
 def other_boundaries() -> None:
@@ -108,6 +116,14 @@ def test_ranks_with_other_samples(training_loop: TrainingLoop, flags: dict[str, 
         assert rank.error.startswith("PlanMismatch")
         assert "rank 1 differs from ranks 0 and 2" in rank.error
         assert "the tokens of a batch" in rank.error
+
+
+def test_ranks_that_plan_for_other_clusters(training_loop: TrainingLoop) -> None:
+    error, _ = fail(training_loop, "other_cluster", fcp_hardware="h100-ib")
+    for rank in error.ranks:
+        assert rank.error.startswith("PlanMismatch")
+        assert "for the settings that plans are made by: rank 1 differs from ranks 0 and 2; give every" in rank.error
+        assert "name one cluster for all with --fcp-hardware" in rank.error
 
 
 def test_ranks_with_other_boundaries(training_loop: TrainingLoop) -> None:
