@@ -14,7 +14,14 @@ SLIVER = 16  # tokens, below which a block is not worth its place in a plan
 MAX_NUMBER = 2**31  # no size or count is larger, and none below it can overflow
 MAX_STREAM = 2**28  # tokens that are planned together: 8192 ranks of 32K; every rank keeps a few numbers per token
 MAX_TIMEOUT_S = 7 * 86400.0
+NO_HARDWARE = "none"  # value of --fcp-hardware
+NOT_WITH_HARDWARE = ("blocks_per_message", "rounds_per_stage")  # which the planner chooses for a cluster
 HEAD_GROUPS = 4  # at most; each group repeats the latency of every message and the launch of every kernel
+
+
+def flag_of(setting: str) -> str:
+    """Megatron's flag for one of :class:`FcpConfig`'s settings."""
+    return "--fcp-" + setting.replace("_", "-")
 
 
 def check_choice(flag: str, value: object, choices: tuple[str, ...]) -> None:
@@ -47,10 +54,6 @@ def check_stream(
             f"{MAX_STREAM:,} can be planned together: {MAX_STREAM // ranks:,} per rank on {ranks:,} ranks"
         )
     return ranks, tokens
-
-
-NO_HARDWARE = "none"  # value of --fcp-hardware
-NOT_WITH_HARDWARE = ("blocks_per_message", "rounds_per_stage")  # which the planner chooses for a cluster
 
 
 _COUNTS = frozenset(
@@ -115,8 +118,7 @@ class FcpConfig:
         for field in fields(self):
             value: object = getattr(self, field.name)
             if field.name in _COUNTS and (value is not None or field.default is not None):
-                flag = f"--fcp-{field.name.replace('_', '-')}"
-                object.__setattr__(self, field.name, check_at_least(flag, value, 1))
+                object.__setattr__(self, field.name, check_at_least(flag_of(field.name), value, 1))
         seconds: object = self.timeout_s
         if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < float(seconds) <= MAX_TIMEOUT_S:
             raise ValueError(

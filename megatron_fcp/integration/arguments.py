@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from megatron_fcp.config import FcpConfig, Layout
 from megatron_fcp.integration import features, session
-from megatron_fcp.integration.cluster import cluster_of, device_of, gpu_name, is_chosen
+from megatron_fcp.integration.cluster import cluster_of, device_of, gpu_name, is_chosen, kv_heads_of
 from megatron_fcp.integration.refusals import YAML, check_combinations
 from megatron_fcp.integration.settings import PLAN_AHEAD, Settings, settings_from_args
 from megatron_fcp.runtime import select_kernel
@@ -260,7 +260,6 @@ def kernel_for(args: argparse.Namespace, name: str, windows: Sequence[int | None
         If there is no such kernel, or none can do it; lists each with its reason.
     """
     tp_size = args.tensor_model_parallel_size
-    kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     mla = args.multi_latent_attention
     reasons = [
         select_kernel(
@@ -270,7 +269,7 @@ def kernel_for(args: argparse.Namespace, name: str, windows: Sequence[int | None
             head_dim_qk=args.qk_head_dim + args.qk_pos_emb_head_dim if mla else args.kv_channels,
             head_dim_v=args.v_head_dim if mla else args.kv_channels,
             num_heads=args.num_attention_heads // tp_size,
-            num_kv_heads=(args.num_attention_heads if mla else kv_heads) // tp_size,
+            num_kv_heads=(args.num_attention_heads if mla else kv_heads_of(args)) // tp_size,
             window=window,
         )[1]
         for window in sorted({window is not None for window in windows})

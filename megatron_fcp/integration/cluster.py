@@ -26,6 +26,11 @@ def device_of(args: Namespace) -> torch.device:
     return torch.empty(0, device=f"cuda:{args.local_rank}" if torch.cuda.is_available() else "cpu").device
 
 
+def kv_heads_of(args: Namespace) -> int:
+    """KV heads of the model's attention, multi-latent attention apart."""
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
 def gpu_name(args: Namespace) -> str | None:
     """Name of this rank's GPU, such as "NVIDIA H100 80GB HBM3"; None on CPUs."""
     device = device_of(args)
@@ -72,10 +77,9 @@ def cluster_of(args: Namespace) -> HardwareModel | None:
 def prices(hardware: HardwareModel, args: Namespace) -> CostModel:
     """What ``hardware`` takes for the heads that one rank holds; tensor-parallel ranks take their places in a node."""
     tensor = args.tensor_model_parallel_size
-    kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     shape = AttentionShape(
         num_heads=max(args.num_attention_heads // tensor, 1),
-        num_kv_heads=max(kv_heads // tensor, 1),
+        num_kv_heads=max(kv_heads_of(args) // tensor, 1),
         head_dim=args.kv_channels,
         bytes_per_element=2 if args.bf16 or args.fp16 else 4,
     )

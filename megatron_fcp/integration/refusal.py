@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_fcp.integration.cluster import kv_heads_of
 from megatron_fcp.integration.settings import documents_of
 
 RESIDENT = "--fcp-layout resident"
@@ -73,7 +74,7 @@ def with_documents(value: Callable[[Namespace], object | None]) -> Callable[[Nam
 
 
 def kv_heads(args: Namespace) -> object | None:
-    heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    heads = kv_heads_of(args)
     return heads if heads < args.tensor_model_parallel_size and not args.multi_latent_attention else None
 
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_fcp.config import NO_HARDWARE, NOT_WITH_HARDWARE, FcpConfig
+from megatron_fcp.config import NO_HARDWARE, NOT_WITH_HARDWARE, FcpConfig, flag_of
 from megatron_fcp.config_file import read_config
 from megatron_fcp.integration.cluster import cluster_of, prices
 from megatron_fcp.integration.windows import model_windows
@@ -115,7 +115,7 @@ def config_from_args(args: Namespace) -> tuple[FcpConfig, CostModel | None]:
         return config, None
     for name in NOT_WITH_HARDWARE:
         if name in given:
-            flag = "--fcp-" + name.replace("_", "-")
+            flag = flag_of(name)
             source = "--fcp-hardware" if args.fcp_hardware else "the hardware in --fcp-config"
             raise ValueError(f"{flag} {given[name]} has no effect with {source}: the planner chooses; drop {flag}")
     return config, replace(cost, ranks_per_node=config.ranks_per_node) if "ranks_per_node" in given else cost

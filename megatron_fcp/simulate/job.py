@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_fcp.config import MAX_STREAM, NO_HARDWARE, NOT_WITH_HARDWARE, FcpConfig, check_choice
+from megatron_fcp.config import MAX_STREAM, NO_HARDWARE, NOT_WITH_HARDWARE, FcpConfig, check_choice, flag_of
 from megatron_fcp.config_file import read_config
 from megatron_fcp.launch_config import LaunchConfig, Value
 from megatron_fcp.plan.cost import CostModel
@@ -133,14 +133,9 @@ def read_job(launch: LaunchConfig) -> tuple[Job | None, list[str]]:
     if read.problems:
         return None, read.problems
     name = None if hardware in (None, NO_HARDWARE) else str(hardware)
-    otherwise = ("--fcp-config", *(_flag(setting) for setting in NOT_WITH_HARDWARE))
-    balanced = name is None and cost is None
-    balanced = balanced and (hardware == NO_HARDWARE or any(flag in launch.flags for flag in otherwise))
+    said = ("--fcp-hardware", "--fcp-config", *(flag_of(setting) for setting in NOT_WITH_HARDWARE))
+    balanced = name is None and cost is None and any(flag in launch.flags for flag in said)
     return Job(launch.gpus, model, parallel, cp_size, seq_length, micro, config, cost, name, balanced), []
-
-
-def _flag(setting: str) -> str:
-    return "--fcp-" + setting.replace("_", "-")
 
 
 def _model(read: _Reader) -> ModelShape:
@@ -253,8 +248,8 @@ def _fcp(flags: Mapping[str, Value]) -> tuple[FcpConfig, CostModel | None]:
     given = {}
     read = _Reader(flags)
     for name in _FCP_NUMBERS:
-        if _flag(name) in flags:
-            given[name] = read.whole(_flag(name))
+        if flag_of(name) in flags:
+            given[name] = read.whole(flag_of(name))
     if read.problems:
         raise ValueError("; ".join(read.problems))
     if layout := flags.get("--fcp-layout"):
